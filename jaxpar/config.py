@@ -1,0 +1,252 @@
+"""What a run is: frozen, keyword-only dataclasses, validated where they are built. Imports nothing of ours.
+
+    Config
+      model       ModelConfig, with RopeConfig      the architecture
+      mesh        MeshShape                         how many devices each named axis takes
+      data        DataConfig                        where tokens come from
+      optimizer   OptimizerConfig                   update rule and learning-rate schedule
+      train       TrainConfig                       steps, batch, ZeRO level, precision, recomputation
+      checkpoint  CheckpointConfig                  where, how often, how many
+      log         LogConfig                         progress and metrics
+
+Reading YAML and `--set a.b=c` is in `jaxpar/configfile.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+
+def require(condition: bool, message: str) -> None:
+    """Refuse a user's value: `message` names the field and the fix."""
+    if not condition:
+        raise ValueError(message)
+
+
+def one_of(name: str, value: object, choices: tuple[object, ...]) -> None:
+    require(value in choices, f"{name}: {value!r} is not one of {', '.join(map(str, choices))}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeshShape:
+    """Devices along each axis; their product is the number of devices."""
+
+    data: int = 1
+    pipe: int = 1
+    expert: int = 1
+    seq: int = 1
+    tensor: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("data", "pipe", "expert", "seq", "tensor"):
+            require(getattr(self, name) >= 1, f"mesh.{name}: {getattr(self, name)} must be at least 1")
+
+    @property
+    def devices(self) -> int:
+        return math.prod((self.data, self.pipe, self.expert, self.seq, self.tensor))
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeConfig:
+    """Rotary position embedding, half-split layout. Lengths are in tokens.
+
+    `static_length` is the length that `dynamic` scaling assumes: torch makes it depend on the batch and on history, a program cannot.
+    `attention_factor` None means the factor that YaRN's paper derives from `factor` and `mscale`.
+    """
+
+    type: str = "default"
+    theta: float = 10_000.0
+    fraction: float = 1.0
+    factor: float = 1.0
+    original_length: int | None = None
+    static_length: int | None = None
+    low_frequency_factor: float = 1.0
+    high_frequency_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    attention_factor: float | None = None
+    truncate: bool = True
+
+    def __post_init__(self) -> None:
+        one_of("model.rope.type", self.type, ("default", "linear", "dynamic", "llama3", "yarn"))
+        require(self.theta > 0, f"model.rope.theta: {self.theta} must be positive")
+        require(0 < self.fraction <= 1, f"model.rope.fraction: {self.fraction} must be in (0, 1]")
+        require(self.factor >= 1, f"model.rope.factor: {self.factor} must be at least 1")
+        if self.type in ("dynamic", "llama3", "yarn"):
+            require(self.original_length is not None, f"model.rope.original_length: {self.type} rope needs the trained length")
+        if self.type == "dynamic":
+            require(self.static_length is not None, "model.rope.static_length: dynamic rope needs the length to assume, in tokens")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """A decoder of the Llama family and its neighbours.
+
+    `head_width` 0 means width / heads. `windows` is the attention window of each layer, in keys seen, 0 for all of them;
+    it repeats over the layers ((4096, 0) alternates). `score_scale` None means 1/sqrt(head width).
+    """
+
+    vocabulary: int = 32_000
+    width: int = 256
+    layers: int = 4
+    heads: int = 8
+    kv_heads: int = 4
+    head_width: int = 0
+    mlp_width: int = 688
+    rope: RopeConfig = field(default_factory=RopeConfig)
+    norm_eps: float = 1e-5
+    norm_one_plus: bool = False
+    qk_norm: bool = False
+    qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    tied: bool = False
+    activation: str = "silu"
+    windows: tuple[int, ...] = (0,)
+    score_scale: float | None = None
+    score_softcap: float | None = None
+    logit_softcap: float | None = None
+    embedding_scale: float | None = None
+    dropout: float = 0.0
+    init_std: float = 0.02
+
+    def __post_init__(self) -> None:
+        for name in ("vocabulary", "width", "layers", "heads", "kv_heads", "mlp_width"):
+            require(getattr(self, name) >= 1, f"model.{name}: {getattr(self, name)} must be at least 1")
+        require(self.heads % self.kv_heads == 0, f"model.kv_heads: {self.kv_heads} must divide model.heads {self.heads}")
+        if self.head_width == 0:
+            require(self.width % self.heads == 0, f"model.head_width: width {self.width} does not divide into {self.heads} heads; give it")
+            object.__setattr__(self, "head_width", self.width // self.heads)
+        require(self.head_width % 2 == 0, f"model.head_width: {self.head_width} must be even for rope")
+        one_of("model.activation", self.activation, ("silu", "gelu_tanh"))
+        require(len(self.windows) >= 1 and min(self.windows) >= 0, f"model.windows: {self.windows} needs one or more sizes, 0 for full attention")
+        require(0 <= self.dropout < 1, f"model.dropout: {self.dropout} must be in [0, 1)")
+        for name in ("score_softcap", "logit_softcap"):
+            cap = getattr(self, name)
+            require(cap is None or cap > 0, f"model.{name}: {cap} must be positive, or absent")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Token source. `embedded` is the language reference inside every CPython, `text` a file or folder of .txt, `jsonl` one document a
+    line in `field`, `tokens` a folder written by `jaxpar tokenize` (memory-mapped). `tokenizer` is a Hugging Face tokenizer.json; without
+    it a byte-level BPE of `vocabulary` entries is trained on the corpus."""
+
+    source: str = "embedded"
+    path: str | None = None
+    field: str = "text"
+    sequence: int = 128
+    tokenizer: str | None = None
+    vocabulary: int = 2048
+    shuffle: bool = True
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        one_of("data.source", self.source, ("embedded", "text", "jsonl", "tokens"))
+        require(self.source == "embedded" or self.path is not None, f"data.path: source {self.source} needs a path")
+        require(self.sequence >= 2, f"data.sequence: {self.sequence} must be at least 2 tokens")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """Update rule by name. `decay` says which parameters weight decay touches: `matrices` (no norms, no biases) or `all`."""
+
+    name: str = "adamw"
+    learning_rate: float = 3e-4
+    schedule: str = "cosine"
+    warmup: int = 0
+    final_ratio: float = 0.1
+    decay_steps: int | None = None
+    b1: float = 0.9
+    b2: float = 0.95
+    eps: float = 1e-8
+    momentum: float = 0.9
+    weight_decay: float = 0.1
+    decay: str = "matrices"
+    clip: float | None = 1.0
+
+    def __post_init__(self) -> None:
+        one_of("optimizer.name", self.name, ("adamw", "lion", "sgd", "adafactor", "muon"))
+        one_of("optimizer.schedule", self.schedule, ("constant", "cosine", "linear", "wsd"))
+        one_of("optimizer.decay", self.decay, ("matrices", "all"))
+        require(self.learning_rate > 0, f"optimizer.learning_rate: {self.learning_rate} must be positive")
+        require(self.warmup >= 0, f"optimizer.warmup: {self.warmup} must not be negative")
+        require(self.clip is None or self.clip > 0, f"optimizer.clip: {self.clip} must be positive, or absent")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """How a step runs. `batch` is sequences a step over all devices and microbatches; `accumulation` the microbatches it is cut in.
+
+    `zero` 0 replicates, 1 shards optimizer state and masters, 2 also gradients, 3 also parameters. `remat` names a policy of
+    `jaxpar/parallel/split.py`. `interleave` cuts the local batch of a microbatch in that many parts inside one layer body.
+    `loss_chunk` is the tokens whose logits exist at once, `attention_block` the queries and keys of one attention tile.
+    """
+
+    steps: int = 100
+    batch: int = 16
+    accumulation: int = 1
+    zero: int = 1
+    sequence_parallel: bool = True
+    remat: str = "matmuls"
+    interleave: int = 1
+    compute_dtype: str = "bfloat16"
+    master_dtype: str = "float32"
+    reduce_dtype: str = "float32"
+    attention: str = "auto"
+    attention_block: int = 512
+    loss_chunk: int = 1024
+    z_loss: float = 0.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "batch", "accumulation", "interleave", "attention_block", "loss_chunk"):
+            require(getattr(self, name) >= 1, f"train.{name}: {getattr(self, name)} must be at least 1")
+        one_of("train.zero", self.zero, (0, 1, 2, 3))
+        for name in ("compute_dtype", "master_dtype", "reduce_dtype"):
+            one_of(f"train.{name}", getattr(self, name), ("bfloat16", "float32", "float64"))
+        one_of("train.attention", self.attention, ("auto", "blockwise", "cudnn"))
+        require(
+            self.batch % self.accumulation == 0,
+            f"train.accumulation: {self.accumulation} does not divide train.batch {self.batch}",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """`folder` None keeps no checkpoints. `every` is in steps; the last step is always saved."""
+
+    folder: str | None = None
+    every: int = 100
+    keep: int = 3
+
+    def __post_init__(self) -> None:
+        require(self.every >= 1, f"checkpoint.every: {self.every} must be at least 1 step")
+        require(self.keep >= 1, f"checkpoint.keep: {self.keep} must be at least 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogConfig:
+    """`folder` None writes no metrics; else metrics.jsonl and TensorBoard events go there. `every` is in steps."""
+
+    folder: str | None = None
+    every: int = 10
+
+    def __post_init__(self) -> None:
+        require(self.every >= 1, f"log.every: {self.every} must be at least 1 step")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """A whole run. What needs two sections at once (heads and mesh, batch and mesh) is checked in `jaxpar/rules.py`."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    mesh: MeshShape = field(default_factory=MeshShape)
+    data: DataConfig = field(default_factory=DataConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    log: LogConfig = field(default_factory=LogConfig)

@@ -1,0 +1,98 @@
+"""Strict collectives: the only file that calls `lax.psum` and its kin (a lint test bans them elsewhere).
+
+Every function runs inside a `shard_map` with `check_vma=True`. Each one that reads over an axis refuses a value that does not *vary*
+over it: the sum of a value that is already equal everywhere would come out n times too large, and no type error would say so.
+`A[I_X]` is an array whose dim I is split over axis X, `{U_X}` one that holds a partial sum on each device of X.
+
+    varying        the axes over which a value may differ from device to device
+    vary           mark a value as varying; moves nothing, its transpose is an all-reduce
+    all_reduce     A {U_X} -> A                 2 (n-1)/n bytes(A) a device
+    all_reduce_max A {U_X} -> A                 2 (n-1)/n bytes(A) a device, no gradient
+    all_gather     A[I_X] -> A[I]               (n-1)/n bytes(A) a device
+    reduce_scatter A[I] {U_X} -> A[I_X]         (n-1)/n bytes(A) a device
+    all_to_all     A[I_X, J] -> A[I, J_X]       (n-1)/n bytes(local A) a device
+    permute        each device sends its A to one other
+    axis_index, axis_size
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import jax
+from jax import lax
+
+Axes = str | tuple[str, ...]
+
+
+def as_tuple(axes: Axes) -> tuple[str, ...]:
+    return (axes,) if isinstance(axes, str) else tuple(axes)
+
+
+def varying(x: jax.Array) -> frozenset[str]:
+    """Axes over which `x` may differ between devices. The only place that reads JAX's own name for it."""
+    return frozenset(jax.typeof(x).mat.varying)
+
+
+def _check(x: jax.Array, axes: Axes, verb: str) -> tuple[str, ...]:
+    names = as_tuple(axes)
+    missing = [name for name in names if name not in varying(x)]
+    if missing:
+        raise TypeError(
+            f"{verb} over {names}: the value {jax.typeof(x)} does not vary over {missing}, so it is already equal there "
+            f"and would be counted {axis_size(tuple(missing))} times"
+        )
+    return names
+
+
+def vary(x: jax.Array, axes: Axes) -> jax.Array:
+    """Mark `x` as varying over `axes` where it is not yet. Sends nothing; the transpose all-reduces the gradient over the axes added."""
+    missing = tuple(name for name in as_tuple(axes) if name not in varying(x))
+    return lax.pcast(x, missing, to="varying") if missing else x
+
+
+def all_reduce(x: jax.Array, axes: Axes) -> jax.Array:
+    """Sum over `axes`: A {U_X} -> A, equal on every device. Transpose: marks the gradient as varying, sends nothing."""
+    return lax.psum(x, _check(x, axes, "all_reduce"))
+
+
+def all_reduce_max(x: jax.Array, axes: Axes) -> jax.Array:
+    """Maximum over `axes`, equal on every device. Not differentiable: pass a stopped value."""
+    return lax.pmax(lax.stop_gradient(x), _check(x, axes, "all_reduce_max"))
+
+
+def all_gather(x: jax.Array, axes: Axes, dim: int) -> jax.Array:
+    """Join the shards of `dim`: A[I_X] -> A[I], still typed as varying over X. Transpose: `reduce_scatter`."""
+    return lax.all_gather(x, _check(x, axes, "all_gather"), axis=dim, tiled=True)
+
+
+def reduce_scatter(x: jax.Array, axes: Axes, dim: int) -> jax.Array:
+    """Sum over `axes` and keep this device's part of `dim`: A[I] {U_X} -> A[I_X]. Transpose: `all_gather`."""
+    names = _check(x, axes, "reduce_scatter")
+    size = axis_size(names)
+    if x.shape[dim] % size:
+        raise ValueError(f"reduce_scatter: dim {dim} of shape {x.shape} does not divide over {names} of size {size}")
+    return lax.psum_scatter(x, names, scatter_dimension=dim, tiled=True)
+
+
+def all_to_all(x: jax.Array, axes: Axes, split_dim: int, join_dim: int) -> jax.Array:
+    """Trade which dim is split: A[I_X, J] -> A[I, J_X] with I `join_dim`, J `split_dim`. Transpose: the same with dims swapped."""
+    names = _check(x, axes, "all_to_all")
+    return lax.all_to_all(x, names, split_axis=split_dim, concat_axis=join_dim, tiled=True)
+
+
+def permute(x: jax.Array, axis: str, pairs: Sequence[tuple[int, int]]) -> jax.Array:
+    """Send this device's `x` along `axis` by (source, destination) pairs; who receives nothing gets zeros. Transpose: pairs reversed."""
+    (name,) = _check(x, axis, "permute")
+    return lax.ppermute(x, name, list(pairs))
+
+
+def axis_index(axes: Axes) -> jax.Array:
+    """This device's place along `axes`, the first axis slowest. Scalar int32, varying over `axes`."""
+    return lax.axis_index(as_tuple(axes))
+
+
+def axis_size(axes: Axes) -> int:
+    """Devices along `axes`, a Python integer."""
+    return math.prod(lax.axis_size(name) for name in as_tuple(axes))
