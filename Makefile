@@ -1,0 +1,56 @@
+# Everything runs in an environment inside the clone, pinned by constraints.txt and built on first use.
+#   make demo       train a small Llama on 8 simulated devices, resume, print sampled text
+#   make test       default tests        make test-slow   the long ones        make test-all   both
+#   make lint       ruff, types, import arrows
+#   make bench      the numbers of the README's table
+#   make venv       the environment alone
+
+VENV := .venv
+CONSTRAINTS := constraints.txt
+EXTRA := dev
+WORKERS := 2
+# The first interpreter that starts, is 3.11 or newer and can build environments (a shim may be on PATH and not start).
+PYTHON := $(shell for python in python3.11 python3 python3.12 python3.13; do \
+	if $$python -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then echo $$python; break; fi; done)
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: venv demo test test-slow test-all bench lint format clean
+
+venv: $(STAMP)
+
+$(STAMP): pyproject.toml $(CONSTRAINTS)
+	@test -n "$(PYTHON)" || { echo "no Python 3.11 or newer with venv found; name one: make venv PYTHON=/path/to/python" >&2; exit 2; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "installing jaxpar[$(EXTRA)] into $(VENV) ($(CONSTRAINTS))"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint $(CONSTRAINTS) --editable ".[$(EXTRA)]"
+	@touch $@
+
+demo: venv
+	@$(BIN)/python scripts/demo.py
+
+test: venv
+	$(BIN)/python -m pytest -q -n $(WORKERS) -m "not slow"
+
+# pytest exits with 5 when nothing is marked slow.
+test-slow: venv
+	$(BIN)/python -m pytest -q -n $(WORKERS) -m slow || [ $$? -eq 5 ]
+
+test-all: venv
+	$(BIN)/python -m pytest -q -n $(WORKERS)
+
+bench: venv
+	$(BIN)/python scripts/bench.py
+
+lint: venv
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: venv
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf .venv .venv312 .jax_cache .mypy_cache .ruff_cache .import_linter_cache .pytest_cache .hypothesis *.egg-info
