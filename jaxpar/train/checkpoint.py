@@ -1,0 +1,221 @@
+"""Checkpoints through Orbax: asynchronous, whole or not there, and free of any mesh.
+
+    check_writable     refuse an output folder before anything is computed
+    state_bytes        what a state takes on disk
+    abstract           shapes, dtypes and shardings of a state, what `restore` wants
+    Checkpoints        save, restore, keep the last N
+
+A step is one folder, written under a temporary name and renamed when complete; a run killed in between leaves the temporary one, which
+`latest` does not see and the next run removes. Inside: `params` and `training` (everything else of the state: optimizer, step, skipped)
+as ordinary global arrays, each process writing its own shards, and `record`, JSON: version, step, data position, the resolved
+configuration, and every leaf's shape and dtype.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+
+from jaxpar import __version__
+
+PyTree = Any
+ITEMS = ("params", "training", "record")
+SHOWN = 5
+
+
+def check_writable(folder: str | Path, field: str = "checkpoint.folder", needed: int = 0) -> None:
+    """Make `folder`, write a file in it and see that twice `needed` bytes are free: a new checkpoint is complete before an old one goes.
+
+    Raises ValueError, one line naming `field` and the folder.
+    """
+    folder = Path(folder)
+    probe = folder / f".probe.{jax.process_index()}.{os.getpid()}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with probe.open("wb") as file:
+            file.write(b"probe")
+            file.flush()
+            os.fsync(file.fileno())
+        probe.unlink()
+        free = shutil.disk_usage(folder).free
+    except OSError as error:
+        raise ValueError(f"{field}: cannot write in {folder} ({error.strerror or error}): choose another folder or free the disk") from None
+    if free < 2 * needed:
+        raise ValueError(
+            f"{field}: {folder} has {_size(free)} free, a checkpoint takes {_size(needed)} and two must fit: free space or choose another folder"
+        )
+
+
+def _size(count: int) -> str:
+    return f"{count / 2**30:.2f} GiB" if count >= 2**28 else f"{count / 2**20:.2f} MiB"
+
+
+def state_bytes(state: PyTree) -> int:
+    """Bytes of all leaves (arrays or ShapeDtypeStructs), replicas counted once."""
+    return sum(math.prod(leaf.shape) * np.dtype(leaf.dtype).itemsize for leaf in jax.tree.leaves(state))
+
+
+def abstract(state: PyTree) -> PyTree:
+    """`jax.ShapeDtypeStruct` with the sharding of each leaf of `state`."""
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), state)
+
+
+class Checkpoints:
+    """The checkpoints of one run, in `folder`, the last `keep` of them. A context manager: leaving it waits for the save in flight.
+
+    Every process of a run makes one and calls the same methods in the same order. What a killed run left unfinished is removed.
+    Raises ValueError when the folder cannot be written.
+    """
+
+    def __init__(self, folder: str | Path, keep: int = 3) -> None:
+        self.folder = Path(folder).absolute()
+        check_writable(self.folder)
+        options = ocp.CheckpointManagerOptions(max_to_keep=keep, cleanup_tmp_directories=True)
+        self._manager = ocp.CheckpointManager(self.folder, options=options, item_names=ITEMS)
+
+    def __enter__(self) -> Checkpoints:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def latest(self) -> int | None:
+        """The last complete step, or None."""
+        return self._manager.latest_step()
+
+    def steps(self) -> list[int]:
+        """Complete steps, rising."""
+        return sorted(self._manager.all_steps())
+
+    def save(self, step: int, state: dict[str, PyTree], config: dict[str, Any]) -> bool:
+        """Start saving `state` {"params", "optimizer", …} as `step`; False when that step is already there.
+
+        Returns once the arrays are copied to host memory: `state` may be donated then. Waits for an earlier save first.
+        Raises OSError naming the folder when this or the earlier save failed.
+        """
+        if step in self._manager.all_steps():
+            return False
+        record = {
+            "version": __version__,
+            "step": step,
+            "data": {"step": step, "seed": config.get("data", {}).get("seed")},
+            "config": config,
+            "leaves": {name: [list(leaf.shape), str(leaf.dtype)] for name, leaf in _leaves(state).items()},
+        }
+        params, training = _halves(state)
+        with self._failures():
+            self._manager.save(
+                step,
+                args=ocp.args.Composite(
+                    params=ocp.args.StandardSave(params),
+                    training=ocp.args.StandardSave(training),
+                    record=ocp.args.JsonSave(record),
+                ),
+                force=True,
+            )
+        return True
+
+    def restore(self, step: int, abstract_state: dict[str, PyTree]) -> dict[str, PyTree]:
+        """The state of `step`, on the shardings of `abstract_state` (`jax.ShapeDtypeStruct` leaves), whatever mesh wrote it.
+
+        Each device reads just its part. Raises ValueError listing the first leaves that differ when the file is of another model.
+        """
+        self._compare(step, _leaves(abstract_state), self.record(step)["leaves"])
+        params, training = _halves(abstract_state)
+        read = self._read(step, params=ocp.args.StandardRestore(params), training=ocp.args.StandardRestore(training))
+        return {"params": read.params, **read.training}
+
+    def restore_params(self, step: int, abstract_params: PyTree) -> PyTree:
+        """The parameters alone of `step`, as `restore`; the optimizer's state is not read."""
+        saved = {name: leaf for name, leaf in self.record(step)["leaves"].items() if name.startswith("params/")}
+        self._compare(step, _leaves({"params": abstract_params}), saved)
+        return self._read(step, params=ocp.args.StandardRestore(abstract_params)).params
+
+    def config(self, step: int) -> dict[str, Any]:
+        """The resolved configuration that `step` was saved with."""
+        return self.record(step)["config"]
+
+    def record(self, step: int) -> dict[str, Any]:
+        """The JSON of `step`: version, step, data {step, seed}, config, leaves {name: [shape, dtype]}."""
+        return self._read(step, record=ocp.args.JsonRestore()).record
+
+    def wait(self) -> None:
+        """Return when no save is in flight. Raises OSError naming the folder when it failed."""
+        with self._failures():
+            self._manager.wait_until_finished()
+
+    def close(self) -> None:
+        """`wait`, then release threads."""
+        try:
+            self.wait()
+        finally:
+            with self._failures():
+                self._manager.close()
+
+    def _read(self, step: int, **items: Any) -> Any:
+        try:
+            return self._manager.restore(step, args=ocp.args.Composite(**items))
+        except (FileNotFoundError, KeyError) as error:
+            there = ", ".join(map(str, self.steps())) or "none"
+            raise ValueError(f"checkpoint.folder: {self.folder} has no complete step {step} (steps there: {there}): {_line(error)}") from None
+
+    def _compare(self, step: int, wanted: dict[str, Any], saved: dict[str, list[Any]]) -> None:
+        differing = []
+        for name in sorted(wanted.keys() | saved.keys()):
+            mine = f"{tuple(wanted[name].shape)} {wanted[name].dtype}" if name in wanted else None
+            theirs = f"{tuple(saved[name][0])} {saved[name][1]}" if name in saved else None
+            if mine == theirs:
+                continue
+            if theirs is None:
+                differing.append(f"{name} {mine} is missing in the file")
+            elif mine is None:
+                differing.append(f"{name} {theirs} in the file is unexpected")
+            else:
+                differing.append(f"{name} is {theirs} in the file, {mine} wanted")
+        if differing:
+            more = f"; and {len(differing) - SHOWN} more" if len(differing) > SHOWN else ""
+            raise ValueError(
+                f"checkpoint.folder: step {step} in {self.folder} is of another model or optimizer: "
+                f"{'; '.join(differing[:SHOWN])}{more}: choose another folder, or the configuration saved in it"
+            )
+
+    def _failures(self) -> _Failures:
+        return _Failures(self.folder)
+
+
+class _Failures:
+    """Turns what a failed write raises (the storage library uses several types) into one OSError naming the folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if isinstance(error, Exception) and not isinstance(error, (AssertionError, TypeError)):
+            raise OSError(
+                f"checkpoint.folder: saving in {self.folder} failed, complete steps are untouched: "
+                f"free space or choose another folder ({_line(error)})"
+            ) from error
+
+
+def _line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:300] or type(error).__name__
+
+
+def _halves(state: dict[str, PyTree]) -> tuple[PyTree, dict[str, PyTree]]:
+    """Parameters apart from the rest, so that generation reads them without the optimizer."""
+    return state["params"], {name: value for name, value in state.items() if name != "params"}
+
+
+def _leaves(tree: PyTree) -> dict[str, Any]:
+    return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}

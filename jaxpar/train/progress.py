@@ -1,0 +1,71 @@
+"""What a run shows while it goes: a live bar on a terminal, plain lines anywhere else. Process 0 only."""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from types import TracebackType
+
+import jax
+from rich.console import Console
+from rich.progress import BarColumn, Progress as Bar, TextColumn
+
+
+class Progress:
+    """Steps, loss, tokens/s and time left of a run of `total` steps that starts after step `first`.
+
+    Call `update` once a logged step. Time left follows from the rate since this object was made.
+    """
+
+    def __init__(self, total: int, first: int = 0, console: Console | None = None) -> None:
+        self.total, self.first = total, first
+        self._started = time.monotonic()
+        self._console = console or Console()
+        self._bar: Bar | None = None
+        self._quiet = jax.process_index() != 0
+        if not self._quiet and self._console.is_terminal:
+            columns = (TextColumn("step {task.completed}/{task.total}"), BarColumn(), TextColumn("{task.fields[shown]}"))
+            self._bar = Bar(*columns, console=self._console)
+            self._task = self._bar.add_task("training", total=total, completed=first, shown="compiling")
+            self._bar.start()
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def update(self, step: int, loss: float, tokens_per_second: float) -> None:
+        """Show that `step` steps of the run are done."""
+        if self._quiet:
+            return
+        left = remaining(self.total - step, step - self.first, time.monotonic() - self._started)
+        shown = f"loss {float(loss):.4f}  {float(tokens_per_second):,.0f} tokens/s  {left} left"
+        if self._bar is not None:
+            self._bar.update(self._task, completed=step, shown=shown)
+        else:
+            print(f"step {step}/{self.total}  {shown}", file=self._console.file, flush=True)
+
+    def note(self, message: str) -> None:
+        """A line of its own, above the bar if there is one."""
+        if self._quiet:
+            return
+        if self._bar is not None:
+            self._bar.console.print(message, markup=False, highlight=False)
+        else:
+            print(message, file=self._console.file, flush=True)
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+        sys.stdout.flush()
+
+
+def remaining(steps: int, done: int, seconds: float) -> str:
+    """Hours:minutes:seconds that `steps` more take when `done` took `seconds`; "?" before the first is done."""
+    if done <= 0:
+        return "?"
+    left = math.ceil(steps * seconds / done)
+    return f"{left // 3600}:{left // 60 % 60:02d}:{left % 60:02d}"
