@@ -6,6 +6,7 @@ over it: the sum of a value that is already equal everywhere would come out n ti
 
     varying        the axes over which a value may differ from device to device
     vary           mark a value as varying; moves nothing, its transpose is an all-reduce
+    vary_like, zeros, varying_of
     all_reduce     A {U_X} -> A                 2 (n-1)/n bytes(A) a device
     all_reduce_max A {U_X} -> A                 2 (n-1)/n bytes(A) a device, no gradient
     all_gather     A[I_X] -> A[I]               (n-1)/n bytes(A) a device
@@ -21,6 +22,7 @@ import math
 from collections.abc import Sequence
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 Axes = str | tuple[str, ...]
@@ -50,6 +52,22 @@ def vary(x: jax.Array, axes: Axes) -> jax.Array:
     """Mark `x` as varying over `axes` where it is not yet. Sends nothing; the transpose all-reduces the gradient over the axes added."""
     missing = tuple(name for name in as_tuple(axes) if name not in varying(x))
     return lax.pcast(x, missing, to="varying") if missing else x
+
+
+def varying_of(type_: jax.ShapeDtypeStruct) -> frozenset[str]:
+    """Axes over which a value of this type (from `jax.eval_shape` inside a shard_map) may differ between devices."""
+    manual = type_.manual_axis_type  # None outside a shard_map
+    return frozenset(manual.varying) if manual is not None else frozenset()
+
+
+def vary_like(x: jax.Array, like: jax.Array) -> jax.Array:
+    """Mark `x` as varying wherever `like` does."""
+    return vary(x, tuple(varying(like)))
+
+
+def zeros(type_: jax.ShapeDtypeStruct, axes: frozenset[str]) -> jax.Array:
+    """Zeros of a shape and dtype that vary over `axes`: the start of a loop's carry."""
+    return vary(jnp.zeros(type_.shape, type_.dtype), tuple(sorted(axes)))
 
 
 def all_reduce(x: jax.Array, axes: Axes) -> jax.Array:

@@ -1,0 +1,260 @@
+"""The layer stack: what runs between the embedding and the head, forward and backward, for any block.
+
+    forward(layers, x, context)                       -> y, saved, aux
+    backward(layers, saved, dy, daux, grads)          -> dx, grads           one pass, what plain training runs
+    backward_input(layers, saved, dy, daux)           -> dx, deferred        \\ the same work in two parts,
+    backward_weight(saved, deferred, grads)           -> grads               /  for pipeline schedules
+    differentiable(layers, x, context)                -> y, aux              all of it under jax.custom_vjp
+
+`layers` is a tree of arrays with a leading dim L. The functions run under `shard_map`, on local shards. The stack owns what the backward over
+layers costs: what is saved (`split.py`: never a weight), the gather of the next layer's weights while this one computes, the reduction of the
+previous layer's gradients behind this layer's backward (ZeRO-2 and -3), the accumulation buffer, and interleaving: the batch in `parts` inside one
+layer body, so that one part's collectives can run behind another's matmuls.
+
+`aux` is what the block returns beside its output, stacked over layers; it must be additive over sequences (sums and counts, not means), so that
+parts, microbatches and devices can be added. `daux` holds the gradients of its floating-point leaves, stacked alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxpar.parallel import collectives, split
+
+Tree = Any
+
+
+class Context(NamedTuple):
+    """What a block reads beside its parameters and its input; never differentiated.
+
+    batch: leaves [B, ...], such as positions and segments [B, S]; shared: leaves of any shape, such as a dropout key;
+    layer: leaves [L, ...], of which a block sees its own layer's, such as the attention window.
+    """
+
+    batch: dict[str, Any]
+    shared: dict[str, Any]
+    layer: dict[str, Any]
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["parts", "context"], meta_fields=["cut"])
+@dataclass(frozen=True)
+class Saved:
+    """What the forward leaves for the backward. `parts`: for each part of the batch, the kept values stacked over layers [L, ...]."""
+
+    parts: tuple[tuple[Any, ...], ...]
+    context: tuple[Context, ...]
+    cut: split.Cut
+
+
+@dataclass(frozen=True)
+class LayerStack:
+    """A stack of one `block(layer, x, context) -> (y, aux)`.
+
+    keep:    remat policy.
+    gather:  shards of one layer -> whole local weights (ZeRO-3); None: `layers` are whole.
+    reduce:  local gradients of one layer -> what the accumulation buffer holds (ZeRO-2, -3); None: they are added as they are.
+    parts:   how many parts of the batch run interleaved inside a layer body.
+    """
+
+    block: Callable[[Tree, Any, Context], tuple[Any, Tree]]
+    keep: split.Policy
+    gather: Callable[[Tree], Tree] | None = None
+    reduce: Callable[[Tree], Tree] | None = None
+    parts: int = 1
+    fused_loops: bool = False
+
+    def forward(self, layers: Tree, x: Any, context: Context) -> tuple[Any, Saved, Tree]:
+        """x [B, S, D] -> y [B, S, D], what the backward needs, and aux stacked over layers.
+
+        Sharding of x and y is the block's. Bytes moved: the block's collectives, and with `gather` each layer's weights once.
+        """
+        xs, contexts = _split(x, self.parts), _split_context(context, self.parts)
+        layer_types = jax.eval_shape(lambda: self._whole(_pick(layers, 0)))
+        cut = split.cut(self.block, layer_types, xs[0], _pick_flags(contexts[0], 0), self.keep, fused_loops=self.fused_loops)
+
+        def layer(weights: Tree, xs: tuple[Any, ...], flags: Tree) -> tuple[tuple[Any, ...], tuple[Any, Any]]:
+            results = [cut.forward(weights, x, c._replace(layer=flags)) for x, c in zip(xs, contexts, strict=True)]
+            aux = jax.tree.map(lambda *a: sum(a[1:], a[0]), *(r[1] for r in results))
+            return tuple(r[0] for r in results), (aux, tuple(r[2] for r in results))
+
+        ys, (aux, saved) = self._over_layers_forward(layer, layers, xs, context.layer)
+        return _join(ys), Saved(saved, tuple(contexts), cut), aux
+
+    def _whole(self, shards: Tree) -> Tree:
+        return self.gather(shards) if self.gather is not None else shards
+
+    def _over_layers_forward(self, layer: Any, layers: Tree, xs: Any, flags: Tree) -> tuple[Any, Any]:
+        if self.gather is None:
+            return lax.scan(lambda xs, inputs: layer(inputs[0], xs, inputs[1]), xs, (layers, flags))
+        length = _length(layers)
+
+        def body(carry: Any, inputs: Any) -> tuple[Any, Any]:
+            (xs, weights), (i, flags) = carry, inputs
+            following = self._whole(_pick(layers, jnp.minimum(i + 1, length - 1)))
+            ys, out = layer(weights, xs, flags)
+            return (ys, following), out
+
+        (ys, _), out = lax.scan(body, (xs, self._whole(_pick(layers, 0))), (jnp.arange(length), flags))
+        return ys, out
+
+    def backward(self, layers: Tree, saved: Saved, dy: Any, daux: list[Any], grads: Tree | None = None) -> tuple[Any, Tree]:
+        """dy [B, S, D] -> dx [B, S, D] and the gradients of all layers, added to `grads` (in its dtype) when given.
+
+        Bytes moved: the block's collectives, with `gather` each layer's weights once more, with `reduce` each layer's gradients once.
+        """
+
+        def layer(weights: Tree, kept: Any, dys: tuple[Any, ...], daux: list[Any], flags: Tree) -> tuple[Any, Tree]:
+            results = [
+                saved.cut.backward(weights, k, c._replace(layer=flags), dy, daux) for k, c, dy in zip(kept, saved.context, dys, strict=True)
+            ]
+            return tuple(r[0] for r in results), _sum([r[1] for r in results])
+
+        return self._over_layers_backward(layer, layers, saved, dy, daux, grads)
+
+    def _over_layers_backward(self, layer: Any, layers: Tree, saved: Saved, dy: Any, daux: list[Any], grads: Tree | None) -> tuple[Any, Tree]:
+        length, flags = _length(layers), saved.context[0].layer
+        dys = _split(dy, self.parts)
+        steps = (jnp.arange(length), saved.parts, daux, flags)
+        if self.gather is None and self.reduce is None:
+
+            def plain(carry: Any, inputs: Any) -> tuple[Any, Any]:
+                (i, kept, daux, flags), weights = inputs
+                dys, dparams = layer(weights, kept, carry[0], daux, flags)
+                if grads is None:
+                    return (dys, None), dparams
+                return (dys, _add_at(carry[1], dparams, i)), None
+
+            (dxs, total), stacked = lax.scan(plain, (dys, grads), (steps, layers), reverse=True)
+            return _join(dxs), stacked if grads is None else total
+
+        reduce = self.reduce if self.reduce is not None else lambda tree: tree
+        last = self._whole(_pick(layers, length - 1))
+        waiting = jax.eval_shape(lambda *a: layer(*a)[1], last, _pick(saved.parts, 0), dys, _pick(daux, 0), _pick(flags, 0))
+        if grads is None:
+            part = jax.eval_shape(reduce, waiting)
+            grads = jax.tree.map(lambda t: collectives.zeros(jax.ShapeDtypeStruct((length, *t.shape), t.dtype), collectives.varying_of(t)), part)
+        empty = jax.tree.map(lambda t: collectives.zeros(t, collectives.varying_of(t)), waiting)
+
+        def body(carry: Any, inputs: Any) -> tuple[Any, Any]:
+            (dys, weights, waiting, grads), (i, kept, daux, flags) = carry, inputs
+            following = self._whole(_pick(layers, jnp.maximum(i - 1, 0))) if self.gather is not None else None
+            grads = _add_at(grads, reduce(waiting), jnp.minimum(i + 1, length - 1))
+            here = weights if self.gather is not None else _pick(layers, i)
+            dys, dparams = layer(here, kept, dys, daux, flags)
+            return (dys, following, dparams, grads), None
+
+        start = (dys, last if self.gather is not None else None, empty, grads)
+        (dxs, _, waiting, grads), _ = lax.scan(body, start, steps, reverse=True)
+        return _join(dxs), _add_at(grads, reduce(waiting), 0)
+
+    def backward_input(self, layers: Tree, saved: Saved, dy: Any, daux: list[Any]) -> tuple[Any, tuple[Any, ...]]:
+        """The part of `backward` that dx needs. `deferred` is what `backward_weight` needs besides `saved`, stacked over layers."""
+        length = _length(layers)
+
+        def layer(weights: Tree, dys: Any, inputs: Any) -> tuple[Any, Any]:
+            kept, daux, flags = inputs
+            results = [
+                saved.cut.backward_input(weights, k, c._replace(layer=flags), dy, daux)
+                for k, c, dy in zip(kept, saved.context, dys, strict=True)
+            ]
+            return tuple(r[0] for r in results), tuple(r[1] for r in results)
+
+        steps = (saved.parts, daux, saved.context[0].layer)
+        dys = _split(dy, self.parts)
+        if self.gather is None:
+            dxs, deferred = lax.scan(lambda dys, inputs: layer(inputs[1], dys, inputs[0]), dys, (steps, layers), reverse=True)
+            return _join(dxs), deferred
+
+        def body(carry: Any, inputs: Any) -> tuple[Any, Any]:
+            (dys, weights), (i, *rest) = carry, inputs
+            following = self._whole(_pick(layers, jnp.maximum(i - 1, 0)))
+            dys, deferred = layer(weights, dys, rest)
+            return (dys, following), deferred
+
+        start = (dys, self._whole(_pick(layers, length - 1)))
+        (dxs, _), deferred = lax.scan(body, start, (jnp.arange(length), *steps), reverse=True)
+        return _join(dxs), deferred
+
+    def backward_weight(self, saved: Saved, deferred: tuple[Any, ...], grads: Tree) -> Tree:
+        """The rest of `backward`: adds every layer's gradients to `grads`. Reads no weight."""
+        reduce = self.reduce if self.reduce is not None else lambda tree: tree
+
+        def body(grads: Tree, inputs: Any) -> tuple[Tree, None]:
+            i, kept, deferred, flags = inputs
+            parts = [
+                saved.cut.backward_weight(k, d, c._replace(layer=flags)) for k, d, c in zip(kept, deferred, saved.context, strict=True)
+            ]
+            return _add_at(grads, reduce(_sum(parts)), i), None
+
+        flags = saved.context[0].layer
+        length = jax.tree.leaves(grads)[0].shape[0]
+        return lax.scan(body, grads, (jnp.arange(length), saved.parts, deferred, flags))[0]
+
+    def differentiable(self, layers: Tree, x: Any, context: Context) -> tuple[Any, Tree]:
+        """`forward` that `jax.grad` may go through: y and aux, gradients by `backward`, in the dtype of `layers`."""
+
+        @jax.custom_vjp
+        def apply(layers: Tree, x: Any, context: Context) -> tuple[Any, Tree]:
+            y, _, aux = self.forward(layers, x, context)
+            return y, aux
+
+        def forward(layers: Tree, x: Any, context: Context) -> Any:
+            y, saved, aux = self.forward(layers, x, context)
+            return (y, aux), (layers, saved)
+
+        def backward(residuals: Any, cotangents: Any) -> Any:
+            layers, saved = residuals
+            dy, daux = cotangents
+            floats = [d for d in jax.tree.leaves(daux) if d.dtype != jax.dtypes.float0]
+            dx, grads = self.backward(layers, saved, dy, floats)
+            return jax.tree.map(lambda g, w: collectives.vary_like(g.astype(w.dtype), w), grads, layers), dx, None
+
+        apply.defvjp(forward, backward)
+        return apply(layers, x, context)
+
+
+def _length(layers: Tree) -> int:
+    return jax.tree.leaves(layers)[0].shape[0]
+
+
+def _pick(tree: Tree, i: Any) -> Tree:
+    return jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, i, keepdims=False), tree)
+
+
+def _pick_flags(context: Context, i: int) -> Context:
+    return context._replace(layer=_pick(context.layer, i))
+
+
+def _add_at(total: Tree, part: Tree, i: Any) -> Tree:
+    """total[i] += part, in place inside a loop, in the dtype of `total`."""
+
+    def add(t: Any, p: Any) -> Any:
+        old = lax.dynamic_index_in_dim(t, i, keepdims=False)
+        return lax.dynamic_update_index_in_dim(t, old + p.astype(t.dtype), i, 0)
+
+    return jax.tree.map(add, total, part)
+
+
+def _sum(trees: list[Tree]) -> Tree:
+    return jax.tree.map(lambda *a: sum(a[1:], a[0]), *trees)
+
+
+def _split(x: Any, parts: int) -> tuple[Any, ...]:
+    assert x.shape[0] % parts == 0, f"batch {x.shape[0]} does not divide into {parts} parts"
+    return (x,) if parts == 1 else tuple(jnp.split(x, parts))
+
+
+def _split_context(context: Context, parts: int) -> list[Context]:
+    pieces = {name: _split(leaf, parts) for name, leaf in context.batch.items()}
+    return [context._replace(batch={name: piece[n] for name, piece in pieces.items()}) for n in range(parts)]
+
+
+def _join(xs: tuple[Any, ...]) -> Any:
+    return xs[0] if len(xs) == 1 else jnp.concatenate(xs)

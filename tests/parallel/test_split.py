@@ -1,0 +1,154 @@
+"""Cutting a block: gradients equal autodiff's, nothing computed twice, W reads no weight, no weight is saved."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from jaxpar.config import MeshShape
+from jaxpar.mesh import make_mesh
+from jaxpar.parallel import collectives, flatten, split
+from tests.parallel import blocks
+
+LAYER = {name: P(*spec[1:]) for name, spec in blocks.SPECS.items()}
+X = P("data", "tensor")
+ONE = jax.tree.map(lambda a: a[0], blocks.init())
+MESH = make_mesh(MeshShape(data=2, tensor=2), jax.devices()[:4])
+CONTEXT = blocks.context(4)._replace(layer={"window": jnp.asarray(3, jnp.int32)})
+CONTEXT_SPECS = blocks.Context({"segments": P("data")}, {"scale": P()}, {"window": P()})
+
+
+def mark(params):
+    return {n: collectives.vary(w, ("data",) if "tensor" in collectives.varying(w) else ("data", "tensor")) for n, w in params.items()}
+
+
+def one_each(tree):
+    """Every device's own partial gradient, side by side."""
+    return jax.tree.map(lambda g: collectives.vary(g, ("data", "tensor"))[None], tree)
+
+
+def run(block, keep, fused_loops=False):
+    """dx and dparams three ways: autodiff, B and W, BW; and the facts."""
+    facts = []
+
+    def local(params, x, context):
+        params = mark(params)
+        cut = split.cut(block, params, x, context, keep, fused_loops=fused_loops)
+        facts.append(cut)
+        y, aux, saved = cut.forward(params, x, context)
+        dy = jnp.cos(y)
+        daux = [jnp.cos(a) for a in jax.tree.leaves(aux) if split.is_differentiable(a)]
+        dx, deferred = cut.backward_input(params, saved, context, dy, daux)
+        two = dx, one_each(cut.backward_weight(saved, deferred, context))
+        dx, dparams = cut.backward(params, saved, context, dy, daux)
+        fused = dx, one_each(dparams)
+
+        def differentiable(params, x):
+            y, aux = block(params, x, context)
+            return y, [a for a in jax.tree.leaves(aux) if split.is_differentiable(a)]
+
+        _, transpose = jax.vjp(differentiable, params, x)
+        dparams, dx = transpose((dy, daux))
+        return two, fused, (dx, one_each(dparams))
+
+    grads = X, jax.tree.map(lambda _: P(("data", "tensor")), LAYER)
+    x = jax.random.normal(jax.random.key(5), (4, blocks.S, blocks.D), jnp.float64)
+    program = jax.shard_map(local, mesh=MESH, in_specs=(LAYER, X, CONTEXT_SPECS), out_specs=(grads,) * 3)
+    return *jax.jit(program)(ONE, x, CONTEXT), facts[-1]
+
+
+def gap(got, want):
+    pairs = zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True)
+    return max(float(abs(a - b).max() / (abs(b).max() + 1e-300)) for a, b in pairs)
+
+
+@pytest.mark.parametrize("keep", split.POLICIES)
+@pytest.mark.parametrize("variant", ["everything", "plain"])
+def test_every_policy(variant, keep):
+    two, fused, want, cut = run(blocks.make_block(**blocks.VARIANTS[variant]), split.policy(keep))
+    assert gap(two, want) < 1e-13
+    assert gap(fused, want) < 1e-13
+    cut.check_split()
+
+
+@pytest.mark.parametrize("variant", ["remat", "jit", "chunked", "router"])
+def test_every_difficulty(variant):
+    two, fused, want, cut = run(blocks.make_block(**blocks.VARIANTS[variant]), split.policy("matmuls"))
+    assert gap(two, want) < 1e-13
+    assert gap(fused, want) < 1e-13
+    cut.check_split()
+
+
+def cut_only(block, keep, **options):
+    """The cut on one device, without running it."""
+    mesh = make_mesh(MeshShape(), jax.devices()[:1])
+    found = []
+
+    def local(params, x, context):
+        found.append(split.cut(block, mark(params), x, context, split.policy(keep), **options))
+        return x
+
+    x = jax.ShapeDtypeStruct((4, blocks.S, blocks.D), jnp.float64)
+    jax.eval_shape(jax.shard_map(local, mesh=mesh, in_specs=(LAYER, X, CONTEXT_SPECS), out_specs=X), ONE, x, CONTEXT)
+    return found[0]
+
+
+def test_cast_weights_are_not_saved():
+    cut = cut_only(blocks.make_block(cast=jnp.bfloat16, router=True), "none")
+    cut.check_split()
+    shapes = {(shape, dtype) for shape, dtype in cut.facts.saved}
+    assert not any(shape in blocks.SHAPES.values() for shape, _ in shapes)
+
+
+def test_saved_bytes_fall_with_the_policy():
+    units = lambda keep: sum(np.prod(shape) for shape, _ in cut_only(blocks.make_block(), keep).facts.saved) / (4 * blocks.S * blocks.D)  # noqa: E731
+    sizes = {keep: units(keep) for keep in ("none", "matmuls", "outputs", "attention", "block")}
+    assert sizes["none"] > sizes["matmuls"] > sizes["outputs"] > sizes["attention"] > sizes["block"] == 1
+    assert sizes["attention"] == 2
+
+
+def test_plain_block_counts():
+    """Seven weights (the router unused): seven matmuls in W; B has the other seven and the scores' four."""
+    facts = cut_only(blocks.make_block(), "matmuls").facts
+    assert facts.weight_matmuls_forward == facts.matmuls_backward_weight == 7
+    assert facts.flops_backward_input + facts.flops_backward_weight == facts.flops_backward
+
+
+def test_fused_loop_keeps_its_weight_gradients_in_b():
+    """The negative control of the assertion: a loop left whole moves three weight matmuls into B, and the check says so."""
+    block = blocks.make_block(chunks=2)
+    two, fused, want, cut = run(block, split.policy("matmuls"), fused_loops=True)
+    assert gap(two, want) < 1e-13 and gap(fused, want) < 1e-13
+    assert cut.facts.matmuls_backward_weight == cut.facts.weight_matmuls_forward - 3
+    with pytest.raises(AssertionError, match="could not be opened"):
+        cut.check_split()
+
+
+def test_product_of_weights_is_refused_in_the_split_form():
+    def block(p, x, context):
+        return x @ (p["query"] @ p["key"]), {}
+
+    with pytest.raises(AssertionError, match="reads a weight"):
+        cut_only(block, "matmuls").check_split()
+
+
+def test_closing_over_a_traced_array_is_refused():
+    def local(x):
+        with pytest.raises(AssertionError, match="context"):
+            split.cut(lambda p, y, c: (y * p["w"] * x, {}), {"w": jnp.ones(3)}, jnp.ones(3), {}, split.policy("none"))
+        return x
+
+    jax.eval_shape(local, jnp.ones(3))
+
+
+def test_unknown_policy_names_the_field():
+    with pytest.raises(ValueError, match="train.remat.*matmuls"):
+        split.policy("everything-please")
+
+
+def test_duplicates_are_merged():
+    closed = jax.make_jaxpr(lambda x: jnp.sin(x) * jnp.cos(jnp.sin(x)) + jnp.sin(x + 1.0))(1.0)
+    ops, outputs, _ = flatten.flatten(closed, [flatten.Value(a) for a in closed.in_avals])
+    merged, _ = flatten.merge_duplicates(ops, outputs)
+    assert flatten.count(ops, "sin") == 3 and flatten.count(merged, "sin") == 2
