@@ -3,7 +3,8 @@
     check_writable     refuse an output folder before anything is computed
     state_bytes        what a state takes on disk
     abstract           shapes, dtypes and shardings of a state, what `restore` wants
-    Checkpoints        save, restore, keep the last N
+    SavedCheckpoints   read what is there, of a run that may still be going
+    Checkpoints        save as well, keep the last N
 
 A step is one folder, written under a temporary name and renamed when complete; a run killed in between leaves the temporary one, which
 `latest` does not see and the next run removes. Inside: `params` and `training` (everything else of the state: optimizer, step, skipped)
@@ -13,12 +14,13 @@ configuration, and every leaf's shape and dtype.
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import shutil
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 import jax
 import numpy as np
@@ -29,6 +31,14 @@ from jaxpar import __version__
 PyTree = Any
 ITEMS = ("params", "training", "record")
 SHOWN = 5
+
+
+def _not_orbax(record: logging.LogRecord) -> bool:
+    return f"{os.sep}orbax{os.sep}" not in record.pathname
+
+
+# A failed write is raised to whoever saved; Orbax logs it too, from each of its threads, with as many tracebacks.
+logging.getLogger("absl").addFilter(_not_orbax)
 
 
 def check_writable(folder: str | Path, field: str = "checkpoint.folder", needed: int = 0) -> None:
@@ -50,7 +60,8 @@ def check_writable(folder: str | Path, field: str = "checkpoint.folder", needed:
         raise ValueError(f"{field}: cannot write in {folder} ({error.strerror or error}): choose another folder or free the disk") from None
     if free < 2 * needed:
         raise ValueError(
-            f"{field}: {folder} has {_size(free)} free, a checkpoint takes {_size(needed)} and two must fit: free space or choose another folder"
+            f"{field}: {folder} has {_size(free)} free, a checkpoint takes {_size(needed)} and two must fit: "
+            f"free space or choose another folder"
         )
 
 
@@ -68,20 +79,22 @@ def abstract(state: PyTree) -> PyTree:
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), state)
 
 
-class Checkpoints:
-    """The checkpoints of one run, in `folder`, the last `keep` of them. A context manager: leaving it waits for the save in flight.
+class SavedCheckpoints:
+    """The complete checkpoints in `folder`, to read. Changes nothing there, so the run that writes them may still be going.
 
-    Every process of a run makes one and calls the same methods in the same order. What a killed run left unfinished is removed.
-    Raises ValueError when the folder cannot be written.
+    A context manager. Raises ValueError when there is no such folder.
     """
 
-    def __init__(self, folder: str | Path, keep: int = 3) -> None:
+    def __init__(self, folder: str | Path) -> None:
+        if not Path(folder).is_dir():
+            raise ValueError(f"checkpoint.folder: {folder} does not exist: name a folder that `jaxpar train` wrote")
+        self._open(folder, ocp.CheckpointManagerOptions(read_only=True))
+
+    def _open(self, folder: str | Path, options: ocp.CheckpointManagerOptions) -> None:
         self.folder = Path(folder).absolute()
-        check_writable(self.folder)
-        options = ocp.CheckpointManagerOptions(max_to_keep=keep, cleanup_tmp_directories=True)
         self._manager = ocp.CheckpointManager(self.folder, options=options, item_names=ITEMS)
 
-    def __enter__(self) -> Checkpoints:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -94,34 +107,6 @@ class Checkpoints:
     def steps(self) -> list[int]:
         """Complete steps, rising."""
         return sorted(self._manager.all_steps())
-
-    def save(self, step: int, state: dict[str, PyTree], config: dict[str, Any]) -> bool:
-        """Start saving `state` {"params", "optimizer", …} as `step`; False when that step is already there.
-
-        Returns once the arrays are copied to host memory: `state` may be donated then. Waits for an earlier save first.
-        Raises OSError naming the folder when this or the earlier save failed.
-        """
-        if step in self._manager.all_steps():
-            return False
-        record = {
-            "version": __version__,
-            "step": step,
-            "data": {"step": step, "seed": config.get("data", {}).get("seed")},
-            "config": config,
-            "leaves": {name: [list(leaf.shape), str(leaf.dtype)] for name, leaf in _leaves(state).items()},
-        }
-        params, training = _halves(state)
-        with self._failures():
-            self._manager.save(
-                step,
-                args=ocp.args.Composite(
-                    params=ocp.args.StandardSave(params),
-                    training=ocp.args.StandardSave(training),
-                    record=ocp.args.JsonSave(record),
-                ),
-                force=True,
-            )
-        return True
 
     def restore(self, step: int, abstract_state: dict[str, PyTree]) -> dict[str, PyTree]:
         """The state of `step`, on the shardings of `abstract_state` (`jax.ShapeDtypeStruct` leaves), whatever mesh wrote it.
@@ -147,25 +132,18 @@ class Checkpoints:
         """The JSON of `step`: version, step, data {step, seed}, config, leaves {name: [shape, dtype]}."""
         return self._read(step, record=ocp.args.JsonRestore()).record
 
-    def wait(self) -> None:
-        """Return when no save is in flight. Raises OSError naming the folder when it failed."""
-        with self._failures():
-            self._manager.wait_until_finished()
-
     def close(self) -> None:
-        """`wait`, then release threads."""
-        try:
-            self.wait()
-        finally:
-            with self._failures():
-                self._manager.close()
+        """Release threads."""
+        self._manager.close()
 
     def _read(self, step: int, **items: Any) -> Any:
         try:
             return self._manager.restore(step, args=ocp.args.Composite(**items))
         except (FileNotFoundError, KeyError) as error:
             there = ", ".join(map(str, self.steps())) or "none"
-            raise ValueError(f"checkpoint.folder: {self.folder} has no complete step {step} (steps there: {there}): {_line(error)}") from None
+            raise ValueError(
+                f"checkpoint.folder: {self.folder} has no complete step {step} (steps there: {there}): {_line(error)}"
+            ) from None
 
     def _compare(self, step: int, wanted: dict[str, Any], saved: dict[str, list[Any]]) -> None:
         differing = []
@@ -186,6 +164,60 @@ class Checkpoints:
                 f"checkpoint.folder: step {step} in {self.folder} is of another model or optimizer: "
                 f"{'; '.join(differing[:SHOWN])}{more}: choose another folder, or the configuration saved in it"
             )
+
+
+class Checkpoints(SavedCheckpoints):
+    """The checkpoints of one run, in `folder`, the last `keep` of them. A context manager: leaving it waits for the save in flight.
+
+    Every process of a run makes one and calls the same methods in the same order. What a killed run left unfinished is removed, so
+    only one run may write in a folder. Raises ValueError when the folder cannot be written.
+    """
+
+    def __init__(self, folder: str | Path, keep: int = 3) -> None:
+        check_writable(folder)
+        self._open(folder, ocp.CheckpointManagerOptions(max_to_keep=keep, cleanup_tmp_directories=True))
+
+    def save(self, step: int, state: dict[str, PyTree], config: dict[str, Any]) -> bool:
+        """Start saving `state` {"params", "optimizer", …} as `step`; False when that step is already there.
+
+        Returns once host memory holds the arrays, so that `state` may be donated; files are written behind the next steps. Waits for an
+        earlier save first.
+        Raises OSError naming the folder when this or the earlier save failed.
+        """
+        if step in self._manager.all_steps():
+            return False
+        record = {
+            "version": __version__,
+            "step": step,
+            "data": {"step": step, "seed": config.get("data", {}).get("seed")},
+            "config": config,
+            "leaves": {name: [list(leaf.shape), str(leaf.dtype)] for name, leaf in _leaves(state).items()},
+        }
+        params, training = _halves(state)
+        with self._failures():
+            self._manager.save(
+                step,
+                args=ocp.args.Composite(
+                    params=ocp.args.StandardSave(params),
+                    training=ocp.args.StandardSave(training),
+                    record=ocp.args.JsonSave(record),
+                ),
+                force=True,
+            )
+        return True
+
+    def wait(self) -> None:
+        """Return when no save is in flight. Raises OSError naming the folder when it failed."""
+        with self._failures():
+            self._manager.wait_until_finished()
+
+    def close(self) -> None:
+        """`wait`, then release threads."""
+        try:
+            self.wait()
+        finally:
+            with self._failures():
+                self._manager.close()
 
     def _failures(self) -> _Failures:
         return _Failures(self.folder)

@@ -19,6 +19,7 @@ import shutil
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 
@@ -128,7 +129,9 @@ def read_tokens(folder: str | Path) -> Tokens:
         raise ValueError(f'data.path: {folder / META} needs "vocabulary" (a number) and "dtype" (uint16 or uint32): {error!r}') from None
     size = (folder / STREAM).stat().st_size
     if size == 0 or size % dtype.itemsize:
-        raise ValueError(f"data.path: {folder / STREAM} has {size} bytes, not a positive multiple of {dtype.itemsize} as {meta['dtype']} needs")
+        raise ValueError(
+            f"data.path: {folder / STREAM} has {size} bytes, not a positive multiple of {dtype.itemsize} as {meta['dtype']} needs"
+        )
     count = size // dtype.itemsize
     offsets = np.load(folder / OFFSETS, allow_pickle=False)
     ordered = offsets.ndim == 1 and len(offsets) >= 2 and offsets.dtype.kind in "iu" and bool(np.all(offsets[1:] >= offsets[:-1]))
@@ -176,13 +179,13 @@ def write_tokens(folder: str | Path, ids: Iterable[np.ndarray], vocabulary: int,
     return read_tokens(folder)
 
 
-def _flush(stream) -> None:
+def _flush(stream: BinaryIO) -> None:
     stream.flush()
     os.fsync(stream.fileno())
 
 
 def check_ids(ids_T: np.ndarray, vocabulary: int, origin: str, first: int = 0) -> None:
-    """Raise ValueError at the first id that is not in 0..vocabulary-1, naming its position in the stream (`first` is that of `ids_T[0]`)."""
+    """Raise ValueError at the first id that is not in 0..vocabulary-1, naming its position (`first` is that of `ids_T[0]`)."""
     for start in range(0, len(ids_T), CHUNK):
         chunk = ids_T[start : start + CHUNK]
         if len(chunk) and (int(chunk.max()) >= vocabulary or int(chunk.min()) < 0):

@@ -160,6 +160,7 @@ def local_sequences(sharding: NamedSharding, microbatch: int) -> np.ndarray:
     """
     held: set[int] = set()
     for index in _by_sequence(sharding).addressable_devices_indices_map((1, microbatch)).values():
+        assert index is not None
         held.update(range(*index[1].indices(microbatch)))
     return np.asarray(sorted(held))
 
@@ -177,7 +178,8 @@ def place(batch: Batch, sharding: NamedSharding, microbatch: int) -> dict[str, j
     held = batch["rows"][0]
 
     def put(value: np.ndarray, of: NamedSharding) -> jax.Array:
-        def part(index: tuple[slice, ...]) -> np.ndarray:
+        def part(index: tuple[slice, ...] | None) -> np.ndarray:
+            assert index is not None
             wanted = np.arange(microbatch)[index[1]]
             local = np.minimum(np.searchsorted(held, wanted), len(held) - 1)
             assert np.array_equal(held[local], wanted), f"sequences {wanted} were not read, only {held}"

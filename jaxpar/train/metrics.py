@@ -7,7 +7,7 @@ import math
 import os
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TextIO
 
 import jax
 import tensorboardX
@@ -26,7 +26,7 @@ class MetricsLog:
     """
 
     def __init__(self, folder: str | Path, resumed: int = 0) -> None:
-        self._file = self._events = None
+        self._file: TextIO | None = None
         if jax.process_index() != 0:
             return
         check_writable(folder, "log.folder")
@@ -58,7 +58,7 @@ class MetricsLog:
         if self._file is not None:
             self._file.close()
             self._events.close()
-        self._file = self._events = None
+        self._file = None
 
 
 def read_metrics(folder: str | Path) -> list[dict[str, Any]]:

@@ -9,7 +9,8 @@ from types import TracebackType
 
 import jax
 from rich.console import Console
-from rich.progress import BarColumn, Progress as Bar, TextColumn
+from rich.progress import BarColumn, TextColumn
+from rich.progress import Progress as Bar
 
 
 class Progress:

@@ -4,6 +4,8 @@
     train_tokenizer    byte-level BPE of a given size, the same from the same documents
     save_tokenizer     tokenizer.json beside checkpoints and token folders
     encode             documents of text to documents of ids, each closed by the end-of-document token
+
+Text is text: a document that spells a special token gets ordinary tokens.
 """
 
 from __future__ import annotations
@@ -48,16 +50,17 @@ class Tokenizer:
 
 
 def _wrap(backend: tokenizers.Tokenizer) -> Tokenizer:
-    end = next((name for name in KNOWN_ENDS if backend.token_to_id(name) is not None), None)
+    end = next((token for name in KNOWN_ENDS if (token := backend.token_to_id(name)) is not None), None)
     if end is None:
         backend.add_special_tokens([END])
-        end = END
-        if backend.token_to_id(END) in backend.get_vocab(with_added_tokens=False).values():
+        end = backend.token_to_id(END)
+        assert end is not None
+        if end in backend.get_vocab(with_added_tokens=False).values():
             raise ValueError(f"data.tokenizer: its ids have gaps, so {END} cannot be added at the end: add it to the file")
     backend.encode_special_tokens = True
     backend.no_padding()
     backend.no_truncation()
-    return Tokenizer(backend, backend.token_to_id(end))
+    return Tokenizer(backend, end)
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
@@ -86,9 +89,7 @@ def train_tokenizer(documents: Iterable[str], vocabulary: int) -> Tokenizer:
     backend = tokenizers.Tokenizer(tokenizers.models.BPE())
     backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = tokenizers.decoders.ByteLevel()
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=vocabulary, special_tokens=[END], initial_alphabet=alphabet, show_progress=False
-    )
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=vocabulary, special_tokens=[END], initial_alphabet=alphabet, show_progress=False)
     backend.train_from_iterator(documents, trainer)
     return _wrap(backend)
 

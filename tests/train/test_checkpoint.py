@@ -2,9 +2,11 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
+import time
 from pathlib import Path
 
 import jax
@@ -15,7 +17,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxpar.train import checkpoint
-from jaxpar.train.checkpoint import Checkpoints, abstract, check_writable, state_bytes
+from jaxpar.train.checkpoint import Checkpoints, SavedCheckpoints, abstract, check_writable, state_bytes
 
 CONFIG = {"model": {"width": 16, "windows": [0, 4]}, "data": {"seed": 7}, "checkpoint": {"folder": None}}
 ROOT = Path(__file__).parents[2]
@@ -70,7 +72,7 @@ def saved(tmp_path_factory):
 def test_round_trip_bit_for_bit_on_any_mesh(saved, shape):
     folder, state = saved
     wanted = abstract(state_on(mesh_of(*shape), seed=1))
-    with Checkpoints(folder) as checkpoints:
+    with SavedCheckpoints(folder) as checkpoints:
         back = checkpoints.restore(30, wanted)
         params = checkpoints.restore_params(30, wanted["params"])
     assert jax.tree.structure(back) == jax.tree.structure(state)
@@ -107,7 +109,7 @@ def test_another_model_is_refused_leaf_by_leaf(saved):
         assert "params/embedding/table is (8, 16) float64 in the file, (8, 16) float32 wanted" in message
         assert "params/head/up (8, 16) float32 is missing in the file" in message
         assert "params/layers/mlp/up (8, 16) float32 in the file is unexpected" in message
-        with pytest.raises(ValueError, match="optimizer.* and [0-9]+ more"):
+        with pytest.raises(ValueError, match=r"optimizer.* and [0-9]+ more"):
             checkpoints.restore(30, abstract(state_on(mesh_of(4, 2), width=4)))
 
 
@@ -155,25 +157,24 @@ KILLED = """
 FULL = """
     import resource, signal
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    checkpoints = Checkpoints(folder)
-    checkpoints.save(1, state(1), {})
-    checkpoints.wait()
-    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, resource.RLIM_INFINITY))
     big = {"params": {"w": jax.random.normal(jax.random.key(0), (512, 512))}, "step": jnp.int32(2)}
     try:
-        checkpoints.save(2, big, {})
-        checkpoints.wait()
+        with Checkpoints(folder) as checkpoints:
+            checkpoints.save(1, state(1), {})
+            checkpoints.wait()
+            resource.setrlimit(resource.RLIMIT_FSIZE, (2000, resource.RLIM_INFINITY))
+            checkpoints.save(2, big, {})
+            checkpoints.wait()
     except OSError as error:
         print("told:", error, flush=True)
-    print("latest", checkpoints.latest())
-    os._exit(0)
 """
 
 
-def run(script, folder):
+def run(script, folder, *arguments, **environment):
     code = textwrap.dedent(RUN) + textwrap.dedent(script)
-    environment = {**os.environ, "XLA_FLAGS": "", "PYTHONPATH": str(ROOT)}
-    return subprocess.Popen([sys.executable, "-c", code, str(folder)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
+    environment = {**os.environ, "XLA_FLAGS": "", "PYTHONPATH": str(ROOT)} | environment
+    command = [sys.executable, "-c", code, str(folder), *arguments]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
 
 
 def test_kill_in_the_middle_of_a_save_loses_nothing_complete(tmp_path):
@@ -189,6 +190,10 @@ def test_kill_in_the_middle_of_a_save_loses_nothing_complete(tmp_path):
     left = [name for name in os.listdir(tmp_path) if name != "1"]
     assert any("tmp" in name and name.startswith("2") for name in left), f"the control: an unfinished step 2 is there, {left}"
 
+    with SavedCheckpoints(tmp_path) as reader:
+        assert reader.latest() == 1 and reader.config(1) == {}
+        time.sleep(0.3)  # removal would happen on a thread of its own
+    assert len(os.listdir(tmp_path)) == 1 + len(left), "a reader removes nothing: the writer may be alive"
     single = NamedSharding(Mesh(np.array(jax.devices()[:1]), ("data",)), PartitionSpec())
     wanted = {
         "params": {"w": jax.ShapeDtypeStruct((64, 64), jnp.float32, sharding=single)},
@@ -198,18 +203,18 @@ def test_kill_in_the_middle_of_a_save_loses_nothing_complete(tmp_path):
         assert checkpoints.latest() == 1
         back = checkpoints.restore(1, wanted)
         assert int(back["step"]) == 1 and np.all(np.asarray(back["params"]["w"]) == 1)
-        checkpoints.save(2, jax.tree.map(lambda x: x + 1, back), {})
-    assert sorted(os.listdir(tmp_path)) == ["1", "2"], "the next run removed what was unfinished"
+        checkpoints.save(3, jax.tree.map(lambda x: x + 2, back), {})
+    assert sorted(os.listdir(tmp_path)) == ["1", "3"], "the next run removed what was unfinished"
     with Checkpoints(tmp_path) as checkpoints:
-        assert int(checkpoints.restore(2, wanted)["step"]) == 2
+        assert int(checkpoints.restore(3, wanted)["step"]) == 3
 
 
 def test_a_disk_that_fills_during_a_save_is_told_in_one_line(tmp_path):
     process = run(FULL, tmp_path)
     out = process.communicate(timeout=120)[0]
-    told = [line for line in out.splitlines() if line.startswith("told:")]
-    assert len(told) == 1 and f"checkpoint.folder: saving in {tmp_path} failed, complete steps are untouched" in told[0], out
-    assert "latest 1" in out
+    told = out.splitlines()
+    assert len(told) == 1 and told[0].startswith(f"told: checkpoint.folder: saving in {tmp_path} failed, complete steps are untouched"), out
+    assert process.returncode == 0
     with Checkpoints(tmp_path) as checkpoints:
         assert checkpoints.latest() == 1 and checkpoints.config(1) == {}
 
@@ -218,6 +223,8 @@ def test_unwritable_or_full_folder_is_refused_before_training(tmp_path, monkeypa
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match=r"checkpoint\.folder: cannot write in .*file/below .*choose another folder"):
         Checkpoints(tmp_path / "file" / "below")
+    with pytest.raises(ValueError, match=r"checkpoint\.folder: .*nowhere does not exist"):
+        SavedCheckpoints(tmp_path / "nowhere")
     with pytest.raises(ValueError, match=r"log\.folder: cannot write in /proc/nowhere"):
         check_writable("/proc/nowhere", "log.folder")
     needed = state_bytes(abstract(state_on(mesh_of(4, 2))))
@@ -237,3 +244,49 @@ def test_other_files_in_the_folder_are_left_alone(saved):
     with Checkpoints(folder) as checkpoints:
         assert checkpoints.steps() == [20, 30]
     assert (folder / "tokenizer.json").exists() and (folder / "notes").is_dir()
+
+
+PROCESS = """
+    import sys
+    from jaxpar.train import corpus
+    from jaxpar.train.data import Loader, Rows, local_sequences, place
+    import numpy as np
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(sys.argv[2], 2, int(sys.argv[3]))
+    mesh = Mesh(np.array(jax.devices()).reshape(4, 1, 2), ("data", "expert", "seq"))
+    on = lambda *spec: NamedSharding(mesh, P(*spec))
+    loader = Loader(Rows(corpus.collect([np.arange(1, 90) % 40] * 3, 40), 8, 40), batch=16, accumulation=2, seed=0, shuffle=True)
+    sharding = on(None, ("data", "expert"), "seq")
+    mine = local_sequences(sharding, 8)
+    assert mine.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]][jax.process_index()]
+    placed, whole = place(loader.batch_at(3, mine), sharding, 8), loader.batch_at(3)
+    for name, value in placed.items():
+        for shard in value.addressable_shards:
+            assert np.array_equal(shard.data, whole[name][shard.index])
+    numbers = np.arange(64.0).reshape(8, 8)
+    put = lambda sharding: jax.make_array_from_callback((8, 8), sharding, lambda index: numbers[index])
+    state = lambda sharding: {"params": {"w": put(sharding)}, "optimizer": {"m": put(on())}}
+    with Checkpoints(folder, keep=2) as checkpoints:
+        for step in (1, 2, 3):
+            checkpoints.save(step, state(on("data", "seq")), {"run": 1})
+        checkpoints.wait()
+        assert checkpoints.steps() == [2, 3] and checkpoints.config(3) == {"run": 1}
+        back = checkpoints.restore(3, abstract(state(on(None, ("seq", "data")))))
+    for shard in back["params"]["w"].addressable_shards:
+        assert shard.data.shape == (8, 1) and np.array_equal(shard.data, numbers[shard.index])
+    print("done")
+"""
+
+
+@pytest.mark.slow
+def test_two_processes_read_their_sequences_and_share_a_checkpoint(tmp_path):
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        address = f"localhost:{free.getsockname()[1]}"
+    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
+    processes = [run(PROCESS, tmp_path, address, str(n), **flags) for n in range(2)]
+    for process in processes:
+        out = process.communicate(timeout=120)[0]
+        assert process.returncode == 0 and "done" in out, out

@@ -31,6 +31,8 @@ def test_other_processes_are_quiet(monkeypatch):
     assert shown(False) == shown(True) == ""
 
 
-@pytest.mark.parametrize(("steps", "done", "seconds", "text"), [(10, 5, 10, "0:00:20"), (3600, 1, 1.5, "1:30:00"), (5, 0, 9, "?"), (0, 5, 9, "0:00:00")])
+@pytest.mark.parametrize(
+    ("steps", "done", "seconds", "text"), [(10, 5, 10, "0:00:20"), (3600, 1, 1.5, "1:30:00"), (5, 0, 9, "?"), (0, 5, 9, "0:00:00")]
+)
 def test_remaining(steps, done, seconds, text):
     assert remaining(steps, done, seconds) == text
