@@ -75,6 +75,9 @@ class RopeConfig:
         require(self.theta > 0, f"model.rope.theta: {self.theta} must be positive")
         require(0 < self.fraction <= 1, f"model.rope.fraction: {self.fraction} must be in (0, 1]")
         require(self.factor >= 1, f"model.rope.factor: {self.factor} must be at least 1")
+        for name in ("original_length", "static_length"):
+            length = getattr(self, name)
+            require(length is None or length >= 1, f"model.rope.{name}: {length} must be at least 1 token, or absent")
         if self.type in ("dynamic", "llama3", "yarn"):
             require(self.original_length is not None, f"model.rope.original_length: {self.type} rope needs the trained length")
         if self.type == "dynamic":
@@ -120,9 +123,15 @@ class ModelConfig:
         if self.head_width == 0:
             require(self.width % self.heads == 0, f"model.head_width: width {self.width} does not divide into {self.heads} heads; give it")
             object.__setattr__(self, "head_width", self.width // self.heads)
+        require(self.head_width >= 0, f"model.head_width: {self.head_width} must be positive, or 0 for width / heads")
         require(self.head_width % 2 == 0, f"model.head_width: {self.head_width} must be even for rope")
         one_of("model.activation", self.activation, ("silu", "gelu_tanh"))
-        require(len(self.windows) >= 1 and min(self.windows) >= 0, f"model.windows: {self.windows} needs one or more sizes, 0 for full attention")
+        require(self.norm_eps > 0, f"model.norm_eps: {self.norm_eps} must be positive")
+        require(self.init_std >= 0, f"model.init_std: {self.init_std} must not be negative")
+        require(
+            len(self.windows) >= 1 and min(self.windows) >= 0,
+            f"model.windows: {self.windows} needs one or more sizes, 0 for full attention",
+        )
         require(0 <= self.dropout < 1, f"model.dropout: {self.dropout} must be in [0, 1)")
         for name in ("score_softcap", "logit_softcap"):
             cap = getattr(self, name)
@@ -148,6 +157,8 @@ class DataConfig:
         one_of("data.source", self.source, ("embedded", "text", "jsonl", "tokens"))
         require(self.source == "embedded" or self.path is not None, f"data.path: source {self.source} needs a path")
         require(self.sequence >= 2, f"data.sequence: {self.sequence} must be at least 2 tokens")
+        require(self.vocabulary >= 1, f"data.vocabulary: {self.vocabulary} must be at least 1")
+        require(0 <= self.seed < 2**32, f"data.seed: {self.seed} must be in 0 to 2^32 - 1")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,6 +186,14 @@ class OptimizerConfig:
         require(self.learning_rate > 0, f"optimizer.learning_rate: {self.learning_rate} must be positive")
         require(self.warmup >= 0, f"optimizer.warmup: {self.warmup} must not be negative")
         require(self.clip is None or self.clip > 0, f"optimizer.clip: {self.clip} must be positive, or absent")
+        for name in ("b1", "b2", "momentum"):
+            require(0 <= getattr(self, name) < 1, f"optimizer.{name}: {getattr(self, name)} must be in [0, 1)")
+        for name in ("eps", "weight_decay"):
+            require(getattr(self, name) >= 0, f"optimizer.{name}: {getattr(self, name)} must not be negative")
+        require(0 <= self.final_ratio <= 1, f"optimizer.final_ratio: {self.final_ratio} must be in [0, 1]")
+        require(
+            self.decay_steps is None or self.decay_steps >= 1, f"optimizer.decay_steps: {self.decay_steps} must be at least 1, or absent"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,6 +203,8 @@ class TrainConfig:
     `zero` 0 replicates, 1 shards optimizer state and masters, 2 also gradients, 3 also parameters. `remat` names a policy of
     `jaxpar/parallel/split.py`. `interleave` cuts the local batch of a microbatch in that many parts inside one layer body.
     `loss_chunk` is the tokens whose logits exist at once, `attention_block` the queries and keys of one attention tile.
+    `cpu_devices` is how many devices to simulate where JAX runs on CPU, over all processes; absent, or where XLA_FLAGS says how many,
+    nothing is changed.
     """
 
     steps: int = 100
@@ -201,6 +222,7 @@ class TrainConfig:
     loss_chunk: int = 1024
     z_loss: float = 0.0
     seed: int = 0
+    cpu_devices: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("steps", "batch", "accumulation", "interleave", "attention_block", "loss_chunk"):
@@ -209,6 +231,9 @@ class TrainConfig:
         for name in ("compute_dtype", "master_dtype", "reduce_dtype"):
             one_of(f"train.{name}", getattr(self, name), ("bfloat16", "float32", "float64"))
         one_of("train.attention", self.attention, ("auto", "blockwise", "cudnn"))
+        require(0 <= self.seed < 2**32, f"train.seed: {self.seed} must be in 0 to 2^32 - 1")
+        require(self.cpu_devices is None or self.cpu_devices >= 1, f"train.cpu_devices: {self.cpu_devices} must be at least 1, or absent")
+        require(self.z_loss >= 0, f"train.z_loss: {self.z_loss} must not be negative")
         require(
             self.batch % self.accumulation == 0,
             f"train.accumulation: {self.accumulation} does not divide train.batch {self.batch}",

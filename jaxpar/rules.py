@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+import jax
 from jax.sharding import PartitionSpec
 
 from jaxpar.config import Config
@@ -184,5 +185,95 @@ def unsharded(parameters: Mapping[str, Dims], specs: Mapping[str, PartitionSpec]
     return tuple(replicated)
 
 
+# Axes that the mesh has and the train step does not use yet.
+UNUSED_AXES = (PIPE, SEQ, EXPERT)
+
+
 def check_run(config: Config, devices: int) -> None:
-    """Refuse a run whose sections contradict one another. Filled in below."""
+    """Refuse a run whose sections contradict one another or the number of devices, before anything is built.
+
+    Each ValueError is one line that names the field and sizes that work. What merely looks unwise is a warning.
+    """
+    _check_devices(config, devices)
+    _check_tensor(config, devices)
+    _check_batch(config)
+    _check_sequence(config)
+    _check_precision(config)
+    mesh, model = config.mesh, config.model
+    if mesh.pipe > model.layers:
+        raise ValueError(f"mesh.pipe: {mesh.pipe} stages for model.layers {model.layers}; use at most {model.layers}")
+    trained = config.data.tokenizer is None and config.data.source != "tokens"
+    if trained and config.data.vocabulary > model.vocabulary:
+        raise ValueError(
+            f"data.vocabulary: a tokenizer of {config.data.vocabulary} entries exceeds model.vocabulary {model.vocabulary}; "
+            f"set data.vocabulary={model.vocabulary} or less"
+        )
+    for axis in UNUSED_AXES:
+        size = getattr(mesh, axis)
+        if size > 1:
+            raise ValueError(
+                f"mesh.{axis}: {size} is not supported by the train step yet; set mesh.{axis}=1 and use mesh.data or mesh.tensor"
+            )
+
+
+def _check_devices(config: Config, devices: int) -> None:
+    mesh = config.mesh
+    if mesh.devices == devices:
+        return
+    sizes = " × ".join(f"{axis} {getattr(mesh, axis)}" for axis in AXES if getattr(mesh, axis) > 1) or "one device"
+    others = mesh.devices // mesh.data
+    fix = f"mesh.data={devices // others}" if devices % others == 0 else f"sizes that multiply to {devices}"
+    raise ValueError(f"mesh: {sizes} makes {mesh.devices} devices, but there are {devices}; set {fix}, or run on {mesh.devices} devices")
+
+
+def _check_tensor(config: Config, devices: int) -> None:
+    model, tensor = config.model, config.mesh.tensor
+    needs: dict[str, Callable[[int], bool]] = {
+        f"model.heads {model.heads}": lambda size: model.heads % size == 0,
+        f"model.kv_heads {model.kv_heads}": _fits_kv(model.kv_heads),
+        f"model.mlp_width {model.mlp_width}": lambda size: model.mlp_width % size == 0,
+    }
+    works = _nearest(tensor, lambda size: size <= devices and all(fits(size) for fits in needs.values()))
+    for name, fits in needs.items():
+        if not fits(tensor):
+            raise ValueError(f"mesh.tensor: {tensor} does not divide {name}; tensor sizes that work: {works}")
+
+
+def _check_batch(config: Config) -> None:
+    mesh, train = config.mesh, config.train
+    ways = math.prod(getattr(mesh, axis) for axis in BATCH)
+    unit = ways * train.accumulation * train.interleave
+    if train.batch % unit:
+        raise ValueError(
+            f"train.batch: {train.batch} sequences do not divide over mesh.data × mesh.expert {ways} × train.accumulation "
+            f"{train.accumulation} × train.interleave {train.interleave} = {unit}; batches that work: {_multiples(train.batch, unit)}"
+        )
+
+
+def _check_sequence(config: Config) -> None:
+    mesh, length, rope = config.mesh, config.data.sequence, config.model.rope
+    shards = mesh.seq * (mesh.tensor if config.train.sequence_parallel else 1)
+    if length % shards:
+        axes = "mesh.seq × mesh.tensor" if config.train.sequence_parallel else "mesh.seq"
+        other = ", or train.sequence_parallel=false" if length % mesh.seq == 0 else ""
+        raise ValueError(
+            f"data.sequence: {length} tokens do not divide over {axes} {shards}; lengths that work: {_multiples(length, shards)}{other}"
+        )
+    reach = rope.static_length if rope.type == "dynamic" else rope.original_length and round(rope.original_length * rope.factor)
+    if reach is not None and length > reach:
+        warnings.warn(f"data.sequence: {length} tokens reach past the {reach} that model.rope ({rope.type}) is scaled for", stacklevel=3)
+
+
+def _check_precision(config: Config) -> None:
+    train = config.train
+    if train.master_dtype == "bfloat16":
+        raise ValueError("train.master_dtype: bfloat16 masters lose updates smaller than 1/256 of a weight; use float32")
+    for name in ("compute_dtype", "master_dtype", "reduce_dtype"):
+        if getattr(train, name) == "float64" and not jax.config.jax_enable_x64:
+            raise ValueError(f"train.{name}: float64 needs 64-bit types; set the environment variable JAX_ENABLE_X64=1")
+
+
+def _multiples(wanted: int, unit: int) -> str:
+    """The multiples of `unit` on both sides of `wanted`."""
+    below = wanted // unit * unit
+    return ", ".join(str(size) for size in (below, below + unit) if size)

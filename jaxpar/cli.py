@@ -1,0 +1,135 @@
+"""The command line.
+
+    jaxpar train RUN.yaml [--set a.b=c]...       train, or resume where the checkpoint folder has something to resume
+    jaxpar generate CKPT --prompt "Once" ...     text from a checkpoint
+    jaxpar params RUN.yaml [--set a.b=c]...      every parameter: shape, place on the mesh, ZeRO placement, count
+
+What a user got wrong is one line on stderr and exit code 2; `--traceback` shows where it came from.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import NoReturn
+
+import jaxpar
+from jaxpar import configfile, distributed, params, rules
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(f"{message}; see {self.prog} --help")
+
+
+def parser() -> argparse.ArgumentParser:
+    top = _Parser(prog="jaxpar", description=jaxpar.__doc__, allow_abbrev=False)
+    top.add_argument("--version", action="version", version=f"jaxpar {jaxpar.__version__}")
+    commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    errors = argparse.ArgumentParser(add_help=False)
+    errors.add_argument("--traceback", action="store_true", help="show where an error came from")
+    run_file = argparse.ArgumentParser(add_help=False)
+    run_file.add_argument("run", metavar="RUN.yaml", help="a run file, such as configs/runs/demo.yaml")
+    run_file.add_argument("--set", dest="overrides", action="append", default=[], metavar="a.b=c", help="replace a value; may be repeated")
+
+    train = commands.add_parser("train", parents=[run_file, errors], help="train or resume a run", allow_abbrev=False)
+    train.set_defaults(call=_train)
+
+    table = commands.add_parser("params", parents=[run_file, errors], help="list the parameters of a run", allow_abbrev=False)
+    table.set_defaults(call=_params)
+
+    generate = commands.add_parser("generate", parents=[errors], help="text from a checkpoint", allow_abbrev=False)
+    generate.add_argument("checkpoint", metavar="CKPT", help="a checkpoint folder of a run")
+    generate.add_argument("--prompt", required=True, help="text to continue")
+    generate.add_argument("--tokens", type=int, default=64, help="new tokens (default 64)")
+    generate.add_argument("--temperature", type=float, default=0.0, help="0 takes the likeliest token (default)")
+    generate.add_argument("--top-k", type=int, default=None, help="sample among the k likeliest tokens only")
+    generate.add_argument("--seed", type=int, default=0)
+    generate.add_argument("--mesh", default="data=1", metavar="data=2,tensor=2", help="devices along each axis (default one)")
+    generate.set_defaults(call=_generate)
+    return top
+
+
+def _train(args: argparse.Namespace) -> int:
+    config = configfile.load(args.run, args.overrides)
+    distributed.start(config.train.cpu_devices)
+    from jaxpar.train import loop
+
+    return loop.train(config)
+
+
+def _generate(args: argparse.Namespace) -> int:
+    mesh = configfile.parse_mesh(args.mesh)
+    if args.tokens < 1:
+        raise ValueError(f"--tokens: {args.tokens} must be at least 1")
+    if args.temperature < 0:
+        raise ValueError(f"--temperature: {args.temperature} must not be negative")
+    if args.top_k is not None and args.top_k < 1:
+        raise ValueError(f"--top-k: {args.top_k} must be at least 1")
+    distributed.start(mesh.devices)
+    from jaxpar import generate
+
+    return generate.run(
+        args.checkpoint,
+        prompt=args.prompt,
+        tokens=args.tokens,
+        temperature=args.temperature,
+        top_k=args.top_k,
+        seed=args.seed,
+        mesh=mesh,
+    )
+
+
+def _params(args: argparse.Namespace) -> int:
+    from jaxpar.models.decoder import Decoder
+
+    config = configfile.load(args.run, args.overrides)
+    rules.check_run(config, config.mesh.devices)
+    specs = Decoder(config.model, params.padded_vocabulary(config.model.vocabulary, config.mesh.tensor)).specs
+    sizes = {axis: getattr(config.mesh, axis) for axis in rules.AXES}
+    partitions = params.partition_specs(specs, rules.Rules(sizes, rules.DENSE))
+    placements = params.zero_placements(specs, partitions, sizes) if config.train.zero else params.map_leaves(lambda path, _: None, specs)
+
+    def row(path: str, parameter: params.Parameter, spec: rules.PartitionSpec, placement: rules.Placement | None) -> tuple[str, ...]:
+        places = [f"{name}/{'·'.join(rules.as_axes(entry))}" if entry else name for name, entry in zip(parameter.axes, spec)]
+        zero = f"{parameter.axes[placement[0]]}/{'·'.join(axis for axis in placement[1] if sizes[axis] > 1)}" if placement else "whole"
+        return path, " × ".join(map(str, parameter.shape)), " ".join(places), zero, f"{parameter.real_size:,}"
+
+    rows = [line for _, line in params.flatten(params.map_leaves(row, specs, partitions, placements))]
+    _print_table(("parameter", "shape", "dims, /axis that splits", f"ZeRO-{config.train.zero}", "count"), rows)
+    print(f"total {params.count(specs):,}")
+    return 0
+
+
+def _print_table(header: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:
+    """Columns as wide as their widest entry, the last one flush right."""
+    widths = [max(len(row[column]) for row in (header, *rows)) for column in range(len(header))]
+    for row in (header, *rows):
+        print("  ".join([*(cell.ljust(width) for cell, width in zip(row[:-1], widths)), row[-1].rjust(widths[-1])]))
+
+
+def _line(error: ValueError | OSError) -> str:
+    """An error as one line; of an OSError the file and the reason, without the number."""
+    if isinstance(error, OSError) and error.filename is not None and error.strerror:
+        return f"{error.filename}: {error.strerror}"
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; the exit code. ValueError and OSError are what a user can cause: one line and 2."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        args = parser().parse_args(arguments)
+        return int(args.call(args) or 0)
+    except (ValueError, OSError) as error:
+        if "--traceback" in arguments:
+            traceback.print_exc()
+        print(f"jaxpar: error: {_line(error)}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())
