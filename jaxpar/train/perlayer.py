@@ -32,8 +32,7 @@ def per_matrix(transformation: optax.GradientTransformation, specs: Tree) -> opt
     a reshape or a contraction crosses it, XLA inserts the communication.
     """
     by_path = dict(flatten(specs))
-    # Any: jax's own annotation of a tree structure has no methods.
-    structure: Any = jax.tree.structure(jax.eval_shape(transformation.init, jax.ShapeDtypeStruct((2, 2), jnp.float32)))
+    structure = jax.tree.structure(jax.eval_shape(transformation.init, jax.ShapeDtypeStruct((2, 2), jnp.float32)))
 
     def of(path: tuple[Any, ...], leaf: jax.Array) -> Parameter:
         name = jax.tree_util.keystr(path, simple=True, separator="/")
@@ -51,7 +50,7 @@ def per_matrix(transformation: optax.GradientTransformation, specs: Tree) -> opt
         return [structure.unflatten(row) for row in zip(*columns, strict=True)]
 
     def init(params: Any) -> Any:
-        leaves, outer = _leaves(params)
+        leaves, outer = jax.tree_util.tree_flatten_with_path(params)
         return by_field(outer, [init_leaf(of(path, leaf), leaf) for path, leaf in leaves])
 
     def init_leaf(spec: Parameter, param: jax.Array) -> Any:
@@ -59,7 +58,7 @@ def per_matrix(transformation: optax.GradientTransformation, specs: Tree) -> opt
         return jax.tree.map(lambda x: _store(spec, x), state)
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        leaves, outer = _leaves(updates)
+        leaves, outer = jax.tree_util.tree_flatten_with_path(updates)
         params = [None] * len(leaves) if params is None else outer.flatten_up_to(params)
         rows = zip(leaves, by_leaf(outer, state), params, strict=True) if leaves else ()
         done = [update_leaf(of(path, leaf), leaf, leaf_state, param) for (path, leaf), leaf_state, param in rows]
@@ -72,10 +71,6 @@ def per_matrix(transformation: optax.GradientTransformation, specs: Tree) -> opt
         return _restore(spec, grad), jax.tree.map(lambda x: _store(spec, x), state)
 
     return optax.GradientTransformation(init, update)
-
-
-def _leaves(tree: Any) -> tuple[list[tuple[tuple[Any, ...], jax.Array]], Any]:
-    return jax.tree_util.tree_flatten_with_path(tree)
 
 
 def _mapped(spec: Parameter, function: Any) -> Any:
