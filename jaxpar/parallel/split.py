@@ -70,7 +70,7 @@ class Facts:
     deferred: tuple[tuple[tuple[int, ...], str], ...]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Cut:
     """The programs of one block. `params` and `context` are the block's own; `saved` and `deferred` are tuples of arrays.
 
@@ -112,7 +112,7 @@ def cut(block: Callable[..., tuple[Any, Tree]], params: Tree, x: Any, context: T
     return _cut_trace(trace, keep, fused_loops)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Trace:
     ops: list[Op]
     captured: dict[Value, Any]

@@ -53,7 +53,7 @@ class Saved:
     cut: split.Cut
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class LayerStack:
     """A stack of one `block(layer, x, context) -> (y, aux)`.
 

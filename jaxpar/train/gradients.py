@@ -1,0 +1,155 @@
+"""Loss and gradients of a global batch: the per-device program of a training step, without the optimizer.
+
+One `shard_map` over the whole mesh holds forward and backward. Read `Gradients.local` from top to bottom: weights become whole (ZeRO),
+microbatches run one after another and add to one buffer, what is still a partial sum is reduced once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh, PartitionSpec
+
+from jaxpar.config import Config
+from jaxpar.mesh import BATCH, REPLICA, SEQ
+from jaxpar.models.decoder import Decoder, DecoderFunctions, decoder_functions
+from jaxpar.models.options import train_options
+from jaxpar.parallel import collectives, split, zero
+from jaxpar.parallel.sequence import boundary
+from jaxpar.parallel.stack import Context, LayerStack
+from jaxpar.params import Tree, padded_vocabulary
+from jaxpar.rules import DENSE, Rules
+
+# ids, labels, positions and segments are [microbatch, sequence, token]; rows, a sequence's number in its step, [microbatch, sequence].
+TOKENS = PartitionSpec(None, BATCH, SEQ)
+BATCH_SPECS = {"ids": TOKENS, "labels": TOKENS, "positions": TOKENS, "segments": TOKENS, "rows": PartitionSpec(None, BATCH)}
+
+Metrics = dict[str, jax.Array]
+
+
+@dataclass(frozen=True, eq=False)
+class Gradients:
+    """The model of a run on a mesh, ready to be differentiated.
+
+    `specs` and `places` say of every parameter what it is and where it lives. `__call__` is pure and may be jitted.
+    """
+
+    config: Config
+    mesh: Mesh
+    specs: Tree
+    places: Tree
+    functions: DecoderFunctions
+
+    def __call__(self, params: Tree, batch: dict[str, jax.Array], step: jax.Array) -> tuple[Metrics, Tree]:
+        """Masters at home, a global batch, the step's number -> metrics and gradients at home, in the master dtype.
+
+        The loss is the sum of token losses over the number of labels in the whole batch, over all microbatches and devices.
+        metrics: `loss` (cross entropy, mean), `z_loss` (mean), `tokens` (labels counted), all replicated scalars.
+        """
+        homes = jax.tree.map(lambda place: place.home, self.places)
+        replicated = PartitionSpec()
+        program = jax.shard_map(
+            self.local,
+            mesh=self.mesh,
+            in_specs=(homes, BATCH_SPECS, replicated),
+            out_specs=({"loss": replicated, "z_loss": replicated, "tokens": replicated}, homes),
+        )
+        return program(params, batch, step)
+
+    def local(self, params: Tree, batch: dict[str, jax.Array], step: jax.Array) -> tuple[Metrics, Tree]:
+        """The program of one device, on local shards."""
+        train = self.config.train
+        master, reduction = jnp.dtype(train.master_dtype), jnp.dtype(train.reduce_dtype)
+        weights = jax.tree.map(lambda w: w.astype(train.compute_dtype), params)
+        if train.zero < 3:
+            weights = zero.gather(weights, self.places)
+        tokens = collectives.all_reduce((batch["labels"] >= 0).sum(dtype=jnp.int32), REPLICA)
+        scale = 1 / jnp.maximum(tokens, 1).astype(master)
+        key = jax.random.fold_in(jax.random.key(train.seed), step)
+        microbatch = partial(self.microbatch, weights, scale, key)
+
+        if train.accumulation == 1:
+            sums, grads = microbatch(None, jax.tree.map(lambda a: a[0], batch))
+        else:
+            first = jax.eval_shape(lambda b: microbatch(None, jax.tree.map(lambda a: a[0], b)), batch)
+            start = jax.tree.map(lambda t: collectives.zeros(t, collectives.varying_of(t)), first)
+
+            def add(carry: Any, batch: dict[str, jax.Array]) -> tuple[Any, None]:
+                sums, grads = carry
+                more, grads = microbatch(grads, batch)
+                return (jax.tree.map(jnp.add, sums, more), grads), None
+
+            (sums, grads), _ = lax.scan(add, start, batch)
+
+        if train.zero == 1:
+            grads = zero.scatter(grads, self.places, reduction)
+        grads = jax.tree.map(lambda g: g.astype(master), zero.finish(grads, self.places, reduction))
+        sums = jax.tree.map(lambda s: collectives.all_reduce(s, REPLICA) * scale, sums)
+        return {**sums, "tokens": tokens}, grads
+
+    def microbatch(
+        self, weights: Tree, scale: jax.Array, key: jax.Array, grads: Tree | None, batch: dict[str, jax.Array]
+    ) -> tuple[Metrics, Tree]:
+        """Forward and backward of one microbatch: this device's sums of losses, and its gradients added to `grads`.
+
+        Forward and backward are composed by hand rather than by `jax.grad`, because the layers' gradients go straight into the float32 buffer
+        that the microbatches share; a cotangent would have the dtype of the weights and be added afterwards.
+        """
+        train, master = self.config.train, jnp.dtype(self.config.train.master_dtype)
+        layers, outer = weights["layers"], {name: part for name, part in weights.items() if name != "layers"}
+        outer_places = {name: self.places[name] for name in outer}
+        if train.zero == 3:
+            outer = zero.gather(outer, outer_places)
+        stack, context = self.stack(), self.context(key, batch)
+
+        x, embed_backward = jax.vjp(lambda p: self.functions.embed(p, batch["ids"], context), outer)
+        y, saved, _ = stack.forward(layers, x, context)
+        loss, loss_backward, aux = jax.vjp(lambda p, y: self.functions.loss(p, y, batch["labels"]), outer, y, has_aux=True)
+        d_loss, dy = loss_backward(collectives.vary_like(scale.astype(loss.dtype), loss))
+        dx, d_layers = stack.backward(layers, saved, dy, [], grads and grads["layers"])
+        (d_embed,) = embed_backward(dx)
+
+        d_outer = jax.tree.map(lambda a, b: a.astype(master) + b.astype(master), d_loss, d_embed)
+        if train.zero >= 2:
+            d_outer = zero.scatter(d_outer, outer_places, train.reduce_dtype)
+        d_outer = jax.tree.map(lambda g: g.astype(master), d_outer)
+        if grads is not None:
+            d_outer = jax.tree.map(jnp.add, {name: grads[name] for name in d_outer}, d_outer)
+        d_layers = jax.tree.map(lambda g: g.astype(master), d_layers)
+        return {"loss": aux["cross_entropy"], "z_loss": aux["z_loss"]}, {**d_outer, "layers": d_layers}
+
+    def stack(self) -> LayerStack:
+        """The layer stack with this run's remat policy, interleaving and ZeRO."""
+        train, places = self.config.train, self.places["layers"]
+        gather: Callable[[Tree], Tree] | None = (lambda shards: zero.gather_layer(shards, places)) if train.zero == 3 else None
+        reduce: Callable[[Tree], Tree] | None = None
+        if train.zero >= 2:
+            reduce = lambda grads: zero.scatter_layer(grads, places, train.reduce_dtype)  # noqa: E731
+        return LayerStack(self.functions.block, split.policy(train.remat), gather, reduce, parts=train.interleave)
+
+    def context(self, key: jax.Array, batch: dict[str, jax.Array]) -> Context:
+        """What blocks read beside weights and activations, of one microbatch [sequence, token]."""
+        model = self.config.model
+        windows = [model.windows[i % len(model.windows)] for i in range(model.layers)]
+        return Context(
+            batch={name: batch[name] for name in ("positions", "segments", "rows")},
+            shared={"dropout": key} if model.dropout else {},
+            layer={"index": jnp.arange(model.layers, dtype=jnp.int32), "window": jnp.asarray(windows, jnp.int32)},
+        )
+
+
+def build_gradients(config: Config, mesh: Mesh) -> Gradients:
+    """The gradients of `config` on `mesh`. ValueError where a parameter cannot be placed."""
+    sizes = dict(mesh.shape)
+    specs = Decoder(config.model, padded_vocabulary(config.model.vocabulary, config.mesh.tensor)).specs
+    sequence_parallel = config.train.sequence_parallel and config.mesh.tensor > 1
+    functions = decoder_functions(
+        config.model, boundary(sequence_parallel), train_options(config.train, mesh.devices.flat[0].platform)
+    )
+    return Gradients(config, mesh, specs, zero.places(specs, Rules(sizes, DENSE), config.train.zero, sequence_parallel), functions)

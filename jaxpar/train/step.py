@@ -1,0 +1,115 @@
+"""The training step: gradients, clipping, optimizer, in one jitted program over global arrays.
+
+    state = {"params": masters, "optimizer": optax state, "step": int32, "skipped": int32}
+
+Everything a run, a compile-only report or a test needs hangs on `Training`: abstract state and batch with their shardings, `init`, and the very
+`step` that training runs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxpar.config import Config
+from jaxpar.params import Tree, init_params
+from jaxpar.train import optimizer as rule
+from jaxpar.train.gradients import BATCH_SPECS, Gradients, Metrics, build_gradients
+from jaxpar.train.schedules import learning_rate
+
+State = dict[str, Any]
+
+
+@dataclass(frozen=True, eq=False)
+class Training:
+    """A run's programs on its mesh. `gradients` and `optimizer` are its two halves."""
+
+    config: Config
+    mesh: Mesh
+    gradients: Gradients
+    optimizer: optax.GradientTransformation
+    abstract_state: State
+    step: Any
+
+    @property
+    def shardings(self) -> State:
+        """Where every leaf of the state lives."""
+        return jax.tree.map(lambda leaf: leaf.sharding, self.abstract_state)
+
+    @property
+    def batch_shardings(self) -> dict[str, NamedSharding]:
+        return {name: NamedSharding(self.mesh, spec) for name, spec in BATCH_SPECS.items()}
+
+    @property
+    def abstract_batch(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """The batch of a step: int32 [accumulation, batch / accumulation, sequence], rows without the last dim."""
+        train = self.config.train
+        shape = (train.accumulation, train.batch // train.accumulation, self.config.data.sequence)
+        return {
+            name: jax.ShapeDtypeStruct(shape[: len(spec)], jnp.int32, sharding=NamedSharding(self.mesh, spec))
+            for name, spec in BATCH_SPECS.items()
+        }
+
+    def init(self) -> State:
+        """The first state: parameters from `train.seed`, the same values on every mesh, each device making its own shard."""
+        params = init_params(
+            self.gradients.specs, self.config.train.seed, self.mesh, self.shardings["params"], jnp.dtype(self.config.train.master_dtype)
+        )
+        rest = {name: sharding for name, sharding in self.shardings.items() if name != "params"}
+
+        def others(params: Tree) -> State:
+            zero = jnp.zeros((), jnp.int32)
+            return {"optimizer": self.optimizer.init(params), "step": zero, "skipped": zero}
+
+        return {"params": params, **jax.jit(others, out_shardings=rest)(params)}
+
+
+def build_training(config: Config, mesh: Mesh) -> Training:
+    """The programs of `config` on `mesh`. ValueError where the model cannot be placed on it."""
+    gradients = build_gradients(config, mesh)
+    optimizer = rule.build(config.optimizer, gradients.specs, config.train.steps)
+    state = _abstract_state(config, mesh, gradients, optimizer)
+    rate = learning_rate(config.optimizer, config.train.steps)
+
+    def step(state: State, batch: dict[str, jax.Array]) -> tuple[State, Metrics]:
+        metrics, grads = gradients(state["params"], batch, state["step"])
+        if config.optimizer.clip is None:
+            norm = rule.global_norm(grads)
+        else:
+            grads, norm = rule.clip_by_global_norm(grads, config.optimizer.clip)
+        finite = jnp.isfinite(norm) & jnp.isfinite(metrics["loss"])
+        updates, optimizer_state = optimizer.update(grads, state["optimizer"], state["params"])
+        params = optax.apply_updates(state["params"], updates)
+        new = {"params": params, "optimizer": optimizer_state}
+        kept = jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, {name: state[name] for name in new})
+        skipped = state["skipped"] + 1 - finite.astype(jnp.int32)
+        metrics = {**metrics, "grad_norm": norm, "learning_rate": jnp.asarray(rate(state["step"]), jnp.float32), "skipped": skipped}
+        return {**kept, "step": state["step"] + 1, "skipped": skipped}, metrics
+
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
+    batch = {name: NamedSharding(mesh, spec) for name, spec in BATCH_SPECS.items()}
+    replicated = NamedSharding(mesh, PartitionSpec())
+    jitted = jax.jit(step, in_shardings=(shardings, batch), out_shardings=(shardings, replicated), donate_argnums=0)
+    return Training(config, mesh, gradients, optimizer, state, jitted)
+
+
+def _abstract_state(config: Config, mesh: Mesh, gradients: Gradients, optimizer: optax.GradientTransformation) -> State:
+    """Shapes, dtypes and shardings of the state; nothing is allocated."""
+    dtype = jnp.dtype(config.train.master_dtype)
+    params = jax.tree.map(
+        lambda spec, place: jax.ShapeDtypeStruct(spec.shape, dtype, sharding=NamedSharding(mesh, place.home)),
+        gradients.specs,
+        gradients.places,
+    )
+    homes = jax.tree.map(lambda leaf: leaf.sharding, params)
+    places = rule.state_shardings(optimizer, homes, gradients.specs, params)
+    moments = jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), jax.eval_shape(optimizer.init, params), places
+    )
+    scalar = jax.ShapeDtypeStruct((), jnp.int32, sharding=NamedSharding(mesh, PartitionSpec()))
+    return {"params": params, "optimizer": moments, "step": scalar, "skipped": scalar}
