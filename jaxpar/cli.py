@@ -29,9 +29,9 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("--version", action="version", version=f"jaxpar {jaxpar.__version__}")
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
-    errors = argparse.ArgumentParser(add_help=False)
+    errors = _Parser(add_help=False)
     errors.add_argument("--traceback", action="store_true", help="show where an error came from")
-    run_file = argparse.ArgumentParser(add_help=False)
+    run_file = _Parser(add_help=False)
     run_file.add_argument("run", metavar="RUN.yaml", help="a run file, such as configs/runs/demo.yaml")
     run_file.add_argument("--set", dest="overrides", action="append", default=[], metavar="a.b=c", help="replace a value; may be repeated")
 

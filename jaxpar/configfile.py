@@ -182,7 +182,7 @@ def _unknown(path: str, prefix: str, hints: Mapping[str, Any]) -> str:
 def _names(section: type, prefix: str) -> list[str]:
     names = []
     for key, hint in typing.get_type_hints(section).items():
-        names += _names(hint, f"{prefix}{key}.") if dataclasses.is_dataclass(hint) else [f"{prefix}{key}"]
+        names += _names(typing.cast(type, hint), f"{prefix}{key}.") if dataclasses.is_dataclass(hint) else [f"{prefix}{key}"]
     return names
 
 

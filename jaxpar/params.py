@@ -213,9 +213,13 @@ def standard_normal(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """Normal values in units of 2^-24, int32, by integer arithmetic alone: quantiles of random words, linear between table cells.
 
     `jax.random.normal` evaluates polynomials and logarithms in floating point, whose last bit depends on how a compiler vectorizes
-    the local shape: the same seed gave other weights on another mesh (jax 0.12.0). Integers do not. Error below 2e-5, |value| below 6.4.
+    the local shape: the same seed gave other weights on another mesh (jax 0.12.0). Integers do not.
     """
-    word = jax.random.bits(key, shape, jnp.uint32)
+    return quantiles(jax.random.bits(key, shape, jnp.uint32))
+
+
+def quantiles(word: jax.Array) -> jax.Array:
+    """uint32 words -> quantiles of the normal in units of 2^-24, int32: 31 bits of tail probability and a sign. Error below 2e-5."""
     tail = (word & jnp.uint32(0x7FFFFFFF)) | jnp.uint32(1)
     zeros = jax.lax.clz(tail)
     mantissa = (tail << zeros) & jnp.uint32(0x7FFFFFFF)
@@ -241,18 +245,8 @@ def _values(parameter: Parameter, key: jax.Array, dtype: Any) -> jax.Array:
     return jnp.where(row < parameter.rows, values, jnp.zeros((), dtype))
 
 
-def init_params(specs: Tree, seed: int, mesh: Mesh, shardings: Tree, dtype: Any) -> Tree:
-    """Initial values, made where they live: no device ever holds more than its shard.
-
-    Bitwise the same on every mesh, ZeRO placement and vocabulary padding: a leaf's key comes from `seed`, its path and, when stacked,
-    the layer, and the counter of an element is its place in the global array, which padding rows below do not move.
-
-    `shardings`: a tree of NamedSharding (or of PartitionSpec, put on `mesh`). Returns global arrays of `dtype`.
-    """
-    dtype = jnp.dtype(dtype)
-    if dtype == jnp.float64 and not jax.config.jax_enable_x64:
-        raise ValueError("train.master_dtype: float64 needs 64-bit types; set JAX_ENABLE_X64=1")
-    placed = map_leaves(lambda path, place: NamedSharding(mesh, place) if isinstance(place, PartitionSpec) else place, shardings)
+def init_program(specs: Tree, shardings: Tree, dtype: Any) -> Any:
+    """The jitted function of a uint32 seed that `init_params` runs."""
 
     def make(seed: jax.Array) -> Tree:
         root = jax.random.key(seed, impl="threefry2x32")
@@ -266,5 +260,20 @@ def init_params(specs: Tree, seed: int, mesh: Mesh, shardings: Tree, dtype: Any)
 
         return map_leaves(leaf, specs)
 
+    return jax.jit(make, out_shardings=shardings)
+
+
+def init_params(specs: Tree, seed: int, mesh: Mesh, shardings: Tree, dtype: Any) -> Tree:
+    """Initial values, made where they live: no device ever holds more than its shard.
+
+    Bitwise the same on every mesh, ZeRO placement and vocabulary padding: a leaf's key comes from `seed`, its path and, when stacked,
+    the layer, and the counter of an element is its place in the global array, which padding rows below do not move.
+
+    `shardings`: a tree of NamedSharding (or of PartitionSpec, put on `mesh`). Returns global arrays of `dtype`.
+    """
+    dtype = jnp.dtype(dtype)
+    if dtype == jnp.float64 and not jax.config.jax_enable_x64:
+        raise ValueError("train.master_dtype: float64 needs 64-bit types; set the environment variable JAX_ENABLE_X64=1")
+    placed = map_leaves(lambda path, place: NamedSharding(mesh, place) if isinstance(place, PartitionSpec) else place, shardings)
     with jax.threefry_partitionable(True):
-        return jax.jit(make, out_shardings=placed)(jnp.uint32(seed))
+        return init_program(specs, placed, dtype)(jnp.uint32(seed))
