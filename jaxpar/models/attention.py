@@ -1,0 +1,130 @@
+"""Attention of a block: grouped query heads with rope, each device its own heads.
+
+Dims: B batch, S sequence, D model width, N query heads, K key/value heads, H head width, M tokens that a cache holds.
+Order of operations on queries and keys: project, bias, norm per head (`qk_norm`), rope.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+
+from jaxpar.config import ModelConfig
+from jaxpar.models.options import Options
+from jaxpar.models.parameter import bias, matrix, norm, value
+from jaxpar.ops.attention import attention
+from jaxpar.ops.norm import rms_norm
+from jaxpar.ops.rope import frequencies, rotate
+from jaxpar.parallel.sequence import Boundary, Replicated
+from jaxpar.parallel.tensor import column_linear, own_kv_heads, row_linear
+
+if TYPE_CHECKING:
+    from jaxpar.parallel.stack import Context
+
+Cache = dict[str, jax.Array]
+
+
+class Attention(nnx.Module):
+    """query [N_tensor, H, D], key and value [K_tensor, H, D] are column-parallel, output [D, N_tensor, H] is row-parallel.
+
+    With fewer key/value heads than `tensor` devices key and value are whole on each device and each takes the head of its queries.
+    Source: Ainslie et al., "GQA" (2023); Shoeybi et al., "Megatron-LM" (2019), section 3.
+    """
+
+    def __init__(self, config: ModelConfig, boundary: Boundary, options: Options):
+        width, heads, kv_heads, head = config.width, config.heads, config.kv_heads, config.head_width
+        self.config, self.boundary, self.options = config, boundary, options
+        self.query = matrix((heads, head, width), ("heads", "head_dim", "embed"), 2, config.init_std)
+        self.key = matrix((kv_heads, head, width), ("kv_heads", "head_dim", "embed"), 2, config.init_std)
+        self.value = matrix((kv_heads, head, width), ("kv_heads", "head_dim", "embed"), 2, config.init_std)
+        self.output = matrix((width, heads, head), ("embed", "heads", "head_dim"), 1, config.init_std)
+        self.query_bias = bias((heads, head), ("heads", "head_dim")) if config.qkv_bias else None
+        self.key_bias = bias((kv_heads, head), ("kv_heads", "head_dim")) if config.qkv_bias else None
+        self.value_bias = bias((kv_heads, head), ("kv_heads", "head_dim")) if config.qkv_bias else None
+        self.output_bias = bias((width,), ("embed",)) if config.output_bias else None
+        self.query_norm = norm(head, "head_dim", config.norm_one_plus) if config.qk_norm else None
+        self.key_norm = norm(head, "head_dim", config.norm_one_plus) if config.qk_norm else None
+
+    def __call__(self, x_BSD: jax.Array, context: Context) -> jax.Array:
+        """x as it lies between blocks -> y likewise. Sends one `enter` and one `leave`.
+
+        A batch without `segments` promises one document a row and no padding. Within a document positions grow by one with the index."""
+        x_BSD = self.boundary.enter(x_BSD)
+        positions_BS, segments_BS = context.batch["positions"], context.batch.get("segments")
+        q_BSNH, k_BSKH, v_BSKH = self.project(x_BSD, positions_BS)
+        return self.attend(q_BSNH, k_BSKH, v_BSKH, context, positions_BS, segments_BS, ordered=True)
+
+    def cached(self, x_BSD: jax.Array, context: Context, cache: Cache) -> tuple[jax.Array, Cache]:
+        """The same for S new tokens of sequences whose earlier ones are in the cache: a whole prompt, or one token.
+
+        cache: `key` and `value` [B, M, K_tensor, H], equal or varying over `tensor` as the heads are. A new token is written at its
+        position; tokens of segment 0 (padding, on either side) are not written. Real tokens have segment 1. Only for `Replicated`.
+        """
+        assert isinstance(self.boundary, Replicated), "a key/value cache needs all tokens on each device"
+        positions_BS, segments_BS = context.batch["positions"], context.batch["segments"]
+        q_BSNH, k_BSKH, v_BSKH = self.project(self.boundary.enter(x_BSD), positions_BS)
+        rows, length = cache["key"].shape[:2]
+        row_B1 = jnp.arange(rows, dtype=jnp.int32)[:, None]
+        slot_BS = jnp.where(segments_BS > 0, positions_BS, length)  # out of range, hence dropped
+        cache = {
+            "key": cache["key"].at[row_B1, slot_BS].set(k_BSKH.astype(cache["key"].dtype), mode="drop"),
+            "value": cache["value"].at[row_B1, slot_BS].set(v_BSKH.astype(cache["value"].dtype), mode="drop"),
+        }
+        k_positions_BM = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (rows, length))  # later slots are hidden by causality
+        seen_BM = jnp.ones_like(k_positions_BM)
+        return self.attend(q_BSNH, cache["key"], cache["value"], context, k_positions_BM, seen_BM, ordered=False), cache
+
+    def project(self, x_BSD: jax.Array, positions_BS: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """x[B, S, D] -> q[B, S, N_tensor, H], k and v[B, S, K_tensor, H], norms and rope applied.
+
+        The projections are what carries a name for the remat policies: norm and rope are cheap to do again from them."""
+        config = self.config
+
+        def kv(weight: nnx.Param, bias: nnx.Param | None) -> jax.Array:
+            own = None if bias is None else own_kv_heads(value(bias), config.kv_heads)
+            return column_linear(x_BSD, own_kv_heads(value(weight), config.kv_heads), own)
+
+        q_BSNH = checkpoint_name(column_linear(x_BSD, value(self.query), value(self.query_bias)), "query")
+        k_BSKH = checkpoint_name(kv(self.key, self.key_bias), "key")
+        v_BSKH = checkpoint_name(kv(self.value, self.value_bias), "value")
+        if config.qk_norm:
+            q_BSNH = rms_norm(q_BSNH, value(self.query_norm), config.norm_eps, config.norm_one_plus)
+            k_BSKH = rms_norm(k_BSKH, value(self.key_norm), config.norm_eps, config.norm_one_plus)
+        rope = frequencies(config.rope, config.head_width)
+        return rotate(q_BSNH, positions_BS, *rope), rotate(k_BSKH, positions_BS, *rope), v_BSKH
+
+    def attend(
+        self,
+        q_BSNH: jax.Array,
+        k_BSKH: jax.Array,
+        v_BSKH: jax.Array,
+        context: Context,
+        k_positions_BS: jax.Array,
+        k_segments_BS: jax.Array | None,
+        ordered: bool,
+    ) -> jax.Array:
+        """Attention over the given keys, then the output projection. `ordered`: keys are the queries' tokens."""
+        config, options = self.config, self.options
+        same = len(set(config.windows)) == 1
+        o_BSNH = attention(
+            q_BSNH,
+            k_BSKH,
+            v_BSKH,
+            q_positions_BS=context.batch["positions"],
+            k_positions_BS=k_positions_BS,
+            q_segments_BS=context.batch.get("segments"),
+            k_segments_BS=k_segments_BS,
+            causal=True,
+            window=config.windows[0] if same else context.layer["window"],
+            scale=config.head_width**-0.5 if config.score_scale is None else config.score_scale,
+            softcap=config.score_softcap,
+            block=options.attention_block,
+            ordered=ordered,
+            implementation=options.attention,
+            platform=options.platform,
+        )
+        return row_linear(o_BSNH, value(self.output), self.boundary, value(self.output_bias))

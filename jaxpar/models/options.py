@@ -1,0 +1,31 @@
+"""How a model is executed, as opposed to what it computes: nothing here changes a result beyond rounding, but for the z-loss that
+training adds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from jaxpar.config import TrainConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """`attention` is auto, blockwise or cudnn; `attention_block` the queries and keys of one tile; `loss_chunk` the tokens whose logits
+    exist at once; `platform` the devices that run it ("cpu", "gpu"), which need not be those that compile it."""
+
+    attention: str = "auto"
+    attention_block: int = 512
+    loss_chunk: int = 1024
+    z_loss: float = 0.0
+    platform: str = "cpu"
+
+
+def train_options(train: TrainConfig, platform: str) -> Options:
+    """The options that a run's `train` section asks for."""
+    return Options(
+        attention=train.attention,
+        attention_block=train.attention_block,
+        loss_chunk=train.loss_chunk,
+        z_loss=train.z_loss,
+        platform=platform,
+    )
