@@ -88,7 +88,7 @@ def build_training(config: Config, mesh: Mesh) -> Training:
         new = {"params": params, "optimizer": optimizer_state}
         kept = jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, {name: state[name] for name in new})
         skipped = state["skipped"] + 1 - finite.astype(jnp.int32)
-        metrics = {**metrics, "grad_norm": norm, "learning_rate": jnp.asarray(rate(state["step"]), jnp.float32), "skipped": skipped}
+        metrics = {**metrics, "grad_norm": norm, "learning_rate": jnp.asarray(rate(state["step"] - state["skipped"]), jnp.float32), "skipped": skipped}
         return {**kept, "step": state["step"] + 1, "skipped": skipped}, metrics
 
     shardings = jax.tree.map(lambda leaf: leaf.sharding, state)

@@ -1,0 +1,163 @@
+"""A training run from its first step to its last: read `train` top to bottom.
+
+Rerunning the same command resumes. Stopping (SIGTERM, SIGINT) saves and leaves; what a killed run leaves behind is complete checkpoints.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+from jax.experimental import multihost_utils
+
+from jaxpar import configfile, params, rules
+from jaxpar.config import Config
+from jaxpar.mesh import explain, make_mesh
+from jaxpar.parallel import zero
+from jaxpar.train import padding
+from jaxpar.train.checkpoint import Checkpoints, check_writable, state_bytes
+from jaxpar.train.data import Loader, Rows, local_sequences, open_data, place
+from jaxpar.train.metrics import MetricsLog
+from jaxpar.train.progress import Progress
+from jaxpar.train.step import State, Training, build_training
+from jaxpar.train.tokenizer import save_tokenizer
+
+
+def train(config: Config) -> int:
+    """Run `config` on the devices of all processes, from its latest checkpoint if there is one. Returns the exit code, 0.
+
+    Raises ValueError or OSError, one line, for what a user can mend.
+    """
+    rules.check_run(config, jax.device_count())
+    mesh = make_mesh(config.mesh)
+    tokens, tokenizer = open_data(config.data)
+    rows = Rows(tokens, config.data.sequence, config.model.vocabulary)
+    loader = Loader(
+        rows,
+        batch=config.train.batch,
+        accumulation=config.train.accumulation,
+        seed=config.data.seed,
+        shuffle=config.data.shuffle,
+    )
+    training = build_training(config, mesh)
+    resolved = configfile.dump(config)
+
+    with contextlib.ExitStack() as stack:
+        checkpoints = _open_checkpoints(stack, training)
+        state, first = _first_state(training, checkpoints, resolved)
+        if checkpoints is not None and tokenizer is not None and jax.process_index() == 0:
+            save_tokenizer(tokenizer, checkpoints.folder)
+        log = stack.enter_context(MetricsLog(config.log.folder, resumed=first)) if config.log.folder else None
+        progress = stack.enter_context(Progress(config.train.steps, first))
+        stopped = stack.enter_context(_stop_signals())
+        for line in _describe(training, first):
+            progress.note(line)
+
+        token_sharding = training.batch_shardings["ids"]
+        batches = loader.iterate(first, config.train.steps, local_sequences(token_sharding, loader.microbatch))
+        stack.callback(batches.close)
+        started, counted = time.perf_counter(), first
+        for step, batch in enumerate(batches, first + 1):
+            state, metrics = training.step(state, place(batch, token_sharding, loader.microbatch))
+            if step == first + 1:
+                jax.block_until_ready(metrics)  # compilation is not part of the rate
+                started, counted = time.perf_counter(), step
+            stop = _agreed(stopped, step)
+            if step % config.log.every == 0 or step == config.train.steps or stop:
+                values = {name: value.item() for name, value in jax.device_get(metrics).items()}
+                seconds = time.perf_counter() - started
+                rate = (step - counted) * config.train.batch * config.data.sequence / seconds if step > counted else float("nan")
+                started, counted = time.perf_counter(), step
+                progress.update(step, values["loss"], rate)
+                if log is not None:
+                    log.write(step, {**values, "tokens_per_second": rate})
+            if checkpoints is not None and (step % config.checkpoint.every == 0 or step == config.train.steps or stop):
+                checkpoints.save(step, padding.trim(state, training.abstract_state, training.gradients.specs), resolved)
+            if stop:
+                progress.note(f"stopped after step {step}; rerun the same command to go on")
+                break
+    return 0
+
+
+def _open_checkpoints(stack: contextlib.ExitStack, training: Training) -> Checkpoints | None:
+    folder = training.config.checkpoint.folder
+    if folder is None:
+        return None
+    check_writable(folder, needed=state_bytes(training.abstract_state))
+    return stack.enter_context(Checkpoints(folder, training.config.checkpoint.keep))
+
+
+def _first_state(training: Training, checkpoints: Checkpoints | None, resolved: dict[str, Any]) -> tuple[State, int]:
+    """The latest checkpoint's state, whatever mesh wrote it, or a fresh one; and the steps it has behind it."""
+    step = checkpoints.latest() if checkpoints is not None else None
+    if checkpoints is None or step is None:
+        return training.init(), 0
+    _check_position(checkpoints.config(step), resolved)
+    types = padding.trimmed_types(training.abstract_state, training.gradients.specs)
+    return padding.pad(checkpoints.restore(step, types), training.abstract_state), step
+
+
+# A run that goes on must read the data it would have read; these fields decide which that is.
+POSITION = (("data", "seed"), ("data", "shuffle"), ("data", "sequence"), ("data", "source"), ("data", "path"), ("train", "batch"))
+
+
+def _check_position(saved: dict[str, Any], wanted: dict[str, Any]) -> None:
+    for section, field in POSITION:
+        old, new = saved[section][field], wanted[section][field]
+        if old != new:
+            raise ValueError(
+                f"{section}.{field}: the checkpoint was written with {old!r}, the run asks for {new!r}, so its data position means nothing; "
+                f"set {section}.{field}={old}, or choose another checkpoint.folder"
+            )
+
+
+def _describe(training: Training, first: int) -> list[str]:
+    """What a run says of itself before its first step."""
+    config, mesh = training.config, training.mesh
+    sizes = " × ".join(f"{axis} {size}" for axis, size in mesh.shape.items() if size > 1) or "one device"
+    links = ", ".join(f"{axis} {where}" for axis, where in explain(mesh).items())
+    lines = [
+        f"{params.count(training.gradients.specs):,} parameters on {sizes} ({mesh.devices.flat[0].device_kind}), ZeRO-{config.train.zero}, "
+        f"{config.train.batch * config.data.sequence:,} tokens a step{'; ' + links if jax.process_count() > 1 else ''}"
+    ]
+    whole = zero.replicated(training.gradients.specs, training.gradients.places, dict(mesh.shape)) if config.train.zero else ()
+    if whole:
+        lines.append(f"whole on every replica, since no dim divides: {', '.join(whole)}")
+    if first:
+        lines.append(f"resuming after step {first}" if first < config.train.steps else f"all {first} steps are done already; nothing to do")
+    return lines
+
+
+@contextlib.contextmanager
+def _stop_signals() -> Iterator[threading.Event]:
+    """An event that SIGTERM (a preempted job) and SIGINT set. A second SIGINT interrupts at once.
+
+    With several processes SIGTERM belongs to JAX's coordination service, see `_agreed`.
+    """
+    asked = threading.Event()
+
+    def stop(number: int, frame: Any) -> None:
+        asked.set()
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    mine = (signal.SIGTERM, signal.SIGINT) if jax.process_count() == 1 else ()
+    if threading.current_thread() is not threading.main_thread():
+        mine = ()  # Python lets only the main thread handle signals; whoever embeds a run in another one stops it in its own way
+    before = {number: signal.signal(number, stop) for number in mine}
+    try:
+        yield asked
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _agreed(stopped: threading.Event, step: int) -> bool:
+    """Whether to stop after this step. All processes of a run say the same, although one may have been asked a step before another."""
+    if jax.process_count() == 1:
+        return stopped.is_set()
+    return bool(multihost_utils.reached_preemption_sync_point(step))
