@@ -210,8 +210,9 @@ def _root(value: Value, maker: dict[Value, Op], early: set[Value], regather: boo
 def _has_matmul_with(op: Op, weights: set[Value]) -> int:
     """Matmuls of `op` (a loop's body included, once) that read a value of `weights`, a set of values that depend on parameters alone."""
     if op.loop is not None:
-        inner = {inside for inside, outside in zip([*op.loop.consts, *op.loop.carry_in, *op.loop.xs], op.inputs, strict=True) if outside in weights}
-        varying = [v for v in [*op.loop.consts, *op.loop.carry_in, *op.loop.xs] if v not in inner]
+        entering = [*op.loop.consts, *op.loop.carry_in, *op.loop.xs]
+        inner = {inside for inside, outside in zip(entering, op.inputs, strict=True) if isinstance(outside, Value) and outside in weights}
+        varying = [v for v in entering if v not in inner]
         only = flat.reached(op.loop.body, inner) - flat.reached(op.loop.body, varying)
         return sum(_has_matmul_with(o, only) for o in op.loop.body)
     return int(op.name == "dot_general" and bool(values_of(op.inputs) & weights))
