@@ -1,0 +1,207 @@
+"""The layer stack equals differentiating a loop over layers: fused, split, prefetched, accumulating, interleaved."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from jaxpar.config import MeshShape
+from jaxpar.mesh import make_mesh
+from jaxpar.parallel import collectives, split
+from jaxpar.parallel.stack import LayerStack
+from tests.parallel import blocks
+
+MESH = make_mesh(MeshShape(data=4, tensor=2))
+X = P("data", "tensor")
+CONTEXT_SPECS = blocks.Context({"segments": P("data")}, {"scale": P()}, {"window": P()})
+HOME = {  # ZeRO: the model width over data, except in norms, which stay whole
+    name: P(*(("data" if entry is None and size == blocks.D and len(spec) > 2 else entry) for entry, size in zip(spec, (0, *blocks.SHAPES[name]))))
+    if name not in ("norm", "norm2", "router")
+    else P()
+    for name, spec in blocks.SPECS.items()
+}
+DIM = {name: tuple(spec).index("data") - 1 if "data" in tuple(spec) else None for name, spec in HOME.items()}
+BLOCK = blocks.make_block(**blocks.VARIANTS["everything"])
+
+
+def axes(name):
+    return ("data",) if "tensor" in tuple(blocks.SPECS[name]) else ("data", "tensor")
+
+
+def mark(layers):
+    return {name: collectives.vary(w, axes(name)) for name, w in layers.items()}
+
+
+def gather(layer):
+    return mark({n: w if DIM[n] is None else collectives.all_gather(w, "data", DIM[n]) for n, w in layer.items()})
+
+
+def reduce(grads):
+    return {n: g if DIM[n] is None else collectives.reduce_scatter(g, "data", DIM[n]) for n, g in grads.items()}
+
+
+def finish(grads, scattered):
+    """Sum what is still partial over data and tensor."""
+    left = {n: tuple(a for a in axes(n) if not (scattered and a == "data" and DIM[n] is not None)) for n in grads}
+    return {n: collectives.all_reduce(g, left[n]) if left[n] else g for n, g in grads.items()}
+
+
+def objective(y, aux):
+    return jnp.sin(y).sum() + (aux["chances"] ** 2).sum()
+
+
+@functools.cache
+def reference():
+    """Loss terms' gradients by autodiff of a Python loop over layers, on one device."""
+    mesh = make_mesh(MeshShape(), jax.devices()[:1])
+    context = blocks.context()
+
+    def local(layers, x, context):
+        def total(layers, x):
+            for i in range(blocks.L):
+                layer = jax.tree.map(lambda a: a[i], layers)  # noqa: B023
+                x, aux = BLOCK(layer, x, context._replace(layer={"window": context.layer["window"][i]}))
+                auxes.append(aux)
+            return jnp.sin(x).sum() + sum((a["chances"] ** 2).sum() for a in auxes), (x, auxes)
+
+        auxes = []
+        (_, (y, auxes)), grads = jax.value_and_grad(total, (0, 1), has_aux=True)(mark(layers), x)
+        dlayers, dx = grads
+        counts = collectives.all_reduce(jnp.stack([a["counts"] for a in auxes]), ("data", "tensor"))
+        return y, dx, finish(dlayers, False), counts
+
+    specs = (X, X, jax.tree.map(lambda _: P(), HOME) | blocks.SPECS, P())
+    program = jax.shard_map(local, mesh=mesh, in_specs=(blocks.SPECS, X, CONTEXT_SPECS), out_specs=specs)
+    return jax.device_get(jax.jit(program)(blocks.init(), inputs(), context))
+
+
+def inputs():
+    return jax.random.normal(jax.random.key(7), (blocks.B, blocks.S, blocks.D), jnp.float64)
+
+
+def daux_of(aux):
+    return [2 * aux["chances"]]
+
+
+def run(form, *, zero=0, parts=1, keep="matmuls", repeat=1, fused_loops=False):
+    """(y, dx, dlayers, counts) of the stack on data 4 × tensor 2. `repeat` accumulates the same gradients that often."""
+    stack = LayerStack(
+        BLOCK,
+        split.policy(keep),
+        gather if zero == 3 else None,
+        reduce if zero >= 2 else None,
+        parts=parts,
+        fused_loops=fused_loops,
+    )
+
+    def local(layers, x, context):
+        layers = layers if zero == 3 else mark(layers)
+        grads = None
+        for _ in range(repeat):
+            y, saved, aux = stack.forward(layers, x, context)
+            # Router sums of parts and devices add up; the objective below squares them per device, so one part is compared.
+            dy, daux = jnp.cos(y), daux_of(aux)
+            if form == "fused":
+                dx, grads = stack.backward(layers, saved, dy, daux, grads)
+            elif form == "split":
+                dx, deferred = stack.backward_input(layers, saved, dy, daux)
+                if grads is None:
+                    like = jax.eval_shape(lambda *a: stack.backward(*a)[1], layers, saved, dy, daux)
+                    grads = jax.tree.map(lambda t: collectives.zeros(t, collectives.varying_of(t)), like)
+                grads = stack.backward_weight(saved, deferred, grads)
+            else:
+                total, pull = jax.vjp(lambda layers, x: objective(*stack.differentiable(layers, x, context)), layers, x)
+                grads, dx = pull(collectives.vary_like(jnp.ones_like(total), total))
+        counts = collectives.all_reduce(aux["counts"], ("data", "tensor"))
+        return y, dx, finish(grads, zero >= 2), counts
+
+    home = HOME if zero >= 2 else blocks.SPECS
+    program = jax.shard_map(
+        local, mesh=MESH, in_specs=(HOME if zero == 3 else blocks.SPECS, X, CONTEXT_SPECS), out_specs=(X, X, home, P())
+    )
+    return jax.device_get(jax.jit(program)(blocks.init(), inputs(), blocks.context()))
+
+
+def gap(got, want):
+    pairs = zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True)
+    return max(float(abs(a - b).max() / (abs(b).max() + 1e-300)) for a, b in pairs)
+
+
+@functools.cache
+def expected():
+    """The sharded stack under autodiff of a Python loop: the objective's router term is per device, so it needs the same mesh."""
+
+    def local(layers, x, context):
+        layers = mark(layers)
+
+        def total(layers, x):
+            sums, auxes = jnp.zeros(()), []
+            for i in range(blocks.L):
+                layer = jax.tree.map(lambda a: a[i], layers)  # noqa: B023
+                x, aux = BLOCK(layer, x, context._replace(layer={"window": context.layer["window"][i]}))
+                sums += (aux["chances"] ** 2).sum()
+                auxes.append(aux["counts"])
+            return jnp.sin(x).sum() + sums, (x, jnp.stack(auxes))
+
+        (_, (y, counts)), (dlayers, dx) = jax.value_and_grad(total, (0, 1), has_aux=True)(layers, x)
+        return y, dx, finish(dlayers, False), collectives.all_reduce(counts, ("data", "tensor"))
+
+    program = jax.shard_map(local, mesh=MESH, in_specs=(blocks.SPECS, X, CONTEXT_SPECS), out_specs=(X, X, blocks.SPECS, P()))
+    return jax.device_get(jax.jit(program)(blocks.init(), inputs(), blocks.context()))
+
+
+CASES = {
+    "fused": {"form": "fused"},
+    "split": {"form": "split"},
+    "custom_vjp": {"form": "custom_vjp"},
+    "prefetched weights, delayed reductions": {"form": "fused", "zero": 3, "keep": "block"},
+    "reductions only": {"form": "fused", "zero": 2},
+    "split under ZeRO-3": {"form": "split", "zero": 3},
+    "loop left whole": {"form": "split", "fused_loops": True},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_equals_autodiff_of_a_loop(case):
+    y, dx, dlayers, counts = run(**CASES[case])
+    want = expected()
+    assert gap((y, dx, dlayers), want[:3]) < 1e-12
+    assert (counts == want[3]).all() and counts.sum() == blocks.L * blocks.B * blocks.S
+
+
+@pytest.mark.parametrize("case", ["fused", "split under ZeRO-3"])
+def test_accumulation_adds(case):
+    *_, dlayers, _ = run(**CASES[case], repeat=2)
+    assert gap(jax.tree.map(lambda a: a / 2, dlayers), expected()[2]) < 1e-12
+
+
+@pytest.mark.parametrize("case", ["fused", "split under ZeRO-3"])
+def test_interleaved_parts(case):
+    """Two parts of the batch: the same y and counts; gradients equal with a loss that is a sum over sequences (no router term)."""
+    y, dx, dlayers, counts = run(**CASES[case], parts=2)
+    want = expected()
+    assert gap(y, want[0]) < 1e-13 and (counts == want[3]).all()
+    assert gap((dx, dlayers), want[1:3]) < 1e-12  # daux is linear in the aux sums, so parts add up exactly
+
+
+def test_sharded_forward_equals_one_device():
+    assert gap(expected()[0], reference()[0]) < 1e-13
+    assert (expected()[3] == reference()[3]).all()
+
+
+def test_a_lost_reduction_is_noticed():
+    """Negative control: halving one gradient, as a missing sum over a pair would, is far outside the tolerance."""
+    *_, dlayers, _ = run("fused")
+    assert gap(dlayers | {"up": dlayers["up"] / 2}, expected()[2]) > 0.4
+
+
+def test_gathering_a_replicated_weight_is_a_type_error():
+    """Negative control of the strict collectives: the norm is whole on every device; reducing what is already equal is refused."""
+
+    def local(x):
+        return collectives.all_reduce(x, "data")
+
+    with pytest.raises(TypeError, match="does not vary over"):
+        jax.eval_shape(jax.shard_map(local, mesh=MESH, in_specs=P(), out_specs=P()), jnp.ones(4))
