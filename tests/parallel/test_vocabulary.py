@@ -126,13 +126,25 @@ def test_all_labels_ignored():
 
 
 def test_bfloat16_accumulates_the_table_gradient_in_float32():
-    """Chunks of one token add 32 terms: summed in bf16 they would lose what a single chunk, summed inside one matmul, keeps."""
-    x_BSD, table_VD, labels_BS = arrays()
-    x, table = x_BSD.astype(jnp.bfloat16), table_VD.astype(jnp.bfloat16)
-    exact = jax.grad(dense_loss, argnums=1)(x.astype(jnp.float64), table.astype(jnp.float64), labels_BS, 0.0, None)
-    (total, _), _, dtable = sharded_loss(mesh_of(1, 2), vocabulary.LossSettings(V, 1))(x, table, labels_BS)
+    """512 chunks of one token with a common direction: as near as one rounding, where a sum kept in bf16 is far off."""
+    x_BSD = jnp.asarray(np.random.default_rng(0).normal(size=(64, 8, D)) + 2, jnp.bfloat16)
+    table_VD = arrays()[1].astype(jnp.bfloat16)
+    labels_BS = jnp.asarray(np.random.default_rng(1).integers(0, 2, size=(64, 8)), jnp.int32)
+    settings = vocabulary.LossSettings(V, 1)
+    (total, _), _, dtable = sharded_loss(mesh_of(1, 2), settings)(x_BSD, table_VD, labels_BS)
     assert total.dtype == jnp.float32 and dtable.dtype == jnp.bfloat16
-    close(dtable.astype(jnp.float64), 3 * exact, 0.01)
+    wide = x_BSD.astype(jnp.float64), table_VD.astype(jnp.float64)
+    exact = 3 * jax.grad(dense_loss, argnums=1)(*wide, labels_BS, 0.0, None)
+    close(dtable.astype(jnp.float64), exact, 2**-7)
+
+    def add(total, token):
+        return total + jax.grad(dense_loss, argnums=1)(token[0][None, None], wide[1], token[1][None, None], 0.0, None).astype(
+            jnp.bfloat16
+        ), None
+
+    narrow, _ = jax.lax.scan(add, jnp.zeros((PADDED, D), jnp.bfloat16), (wide[0].reshape(-1, D), labels_BS.reshape(-1)))
+    with pytest.raises(AssertionError):
+        close(3 * narrow.astype(jnp.float64), exact, 4 * 2**-7)
 
 
 def collectives(jaxpr, times=1):
