@@ -43,12 +43,16 @@ def parser() -> argparse.ArgumentParser:
 
     generate = commands.add_parser("generate", parents=[errors], help="text from a checkpoint", allow_abbrev=False)
     generate.add_argument("checkpoint", metavar="CKPT", help="a checkpoint folder of a run")
-    generate.add_argument("--prompt", required=True, help="text to continue")
+    generate.add_argument(
+        "--prompt", required=True, action="append", dest="prompts", metavar="TEXT", help="text to continue; may be repeated"
+    )
     generate.add_argument("--tokens", type=int, default=64, help="new tokens (default 64)")
     generate.add_argument("--temperature", type=float, default=0.0, help="0 takes the likeliest token (default)")
     generate.add_argument("--top-k", type=int, default=None, help="sample among the k likeliest tokens only")
+    generate.add_argument("--top-p", type=float, default=None, help="sample among the fewest tokens whose probabilities reach p")
     generate.add_argument("--seed", type=int, default=0)
     generate.add_argument("--mesh", default="data=1", metavar="data=2,tensor=2", help="devices along each axis (default one)")
+    generate.add_argument("--step", type=int, default=None, help="the checkpoint of this step (default the latest)")
     generate.set_defaults(call=_generate)
     return top
 
@@ -69,17 +73,21 @@ def _generate(args: argparse.Namespace) -> int:
         raise ValueError(f"--temperature: {args.temperature} must not be negative")
     if args.top_k is not None and args.top_k < 1:
         raise ValueError(f"--top-k: {args.top_k} must be at least 1")
+    if args.top_p is not None and not 0 < args.top_p <= 1:
+        raise ValueError(f"--top-p: {args.top_p} must be in (0, 1]")
     distributed.start(mesh.devices)
     from jaxpar import generate
 
     return generate.run(
         args.checkpoint,
-        prompt=args.prompt,
+        prompts=args.prompts,
         tokens=args.tokens,
         temperature=args.temperature,
         top_k=args.top_k,
+        top_p=args.top_p,
         seed=args.seed,
         mesh=mesh,
+        step=args.step,
     )
 
 

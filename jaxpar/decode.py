@@ -1,0 +1,267 @@
+"""Text generation on a mesh of data × tensor: prompts of any lengths in one batch, a key/value cache, one program from prompts to tokens.
+
+    Generator         a model on a mesh; `generate(prompts, tokens, ...)`
+    build_generator   from a run's configuration and parameters, wherever these live
+    parameter_places  where a generator wants its parameters
+
+Dims: B rows, P tokens of the longest prompt, M tokens that the cache holds, D model width, V vocabulary, L layers, K key/value heads, H
+head width. P and M are powers of two and so are the rows of a device, so that few programs serve all calls.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxpar.config import Config, require
+from jaxpar.mesh import BATCH, DATA, TENSOR
+from jaxpar.models.decoder import Decoder, DecoderFunctions, cache_shape, decoder_functions
+from jaxpar.models.options import Options
+from jaxpar.parallel import sampling
+from jaxpar.parallel.collectives import all_reduce_max, vary
+from jaxpar.parallel.sequence import Replicated
+from jaxpar.parallel.stack import Context
+from jaxpar.parallel.tensor import check_heads
+from jaxpar.params import Parameter, Tree, map_leaves, padded_vocabulary, partition_specs, shardings
+from jaxpar.rules import DENSE, Rules
+
+SHORTEST = 16  # of prompt and cache; below that programs are cheap and need not be many
+EMPTY = -1  # where no token was written
+
+
+class Prompts(NamedTuple):
+    """A batch of prompts, right-padded. `stop_B` is the position that a row's last token may not reach; a row that only fills the batch
+    has one that it has reached already. `row_B` numbers the rows of the whole batch."""
+
+    ids_BP: Any
+    length_B: Any
+    stop_B: Any
+    row_B: Any
+
+
+class Choice(NamedTuple):
+    """How a token is chosen, scalars: see `parallel/sampling.py`. `end` stops a row, `EMPTY` never."""
+
+    end: Any
+    seed: Any
+    temperature: Any
+    top_k: Any
+    top_p: Any
+
+
+class State(NamedTuple):
+    """Between two tokens. `token_B`, of position `position_B`, is chosen but not yet in the cache; `alive_B` rows want another one, and
+    `going` says whether any row of any device does. `cache` is {key, value}, [L, B, M, K_tensor, H]."""
+
+    token_B: jax.Array
+    position_B: jax.Array
+    alive_B: jax.Array
+    going: jax.Array
+    written_BM: jax.Array
+    cache: dict[str, jax.Array]
+
+
+@dataclass(frozen=True, eq=False)
+class Generator:
+    """A model on a mesh, ready to generate. `params` are in the compute dtype, split over `tensor`, equal over `data`."""
+
+    config: Config
+    mesh: Mesh
+    params: Tree
+    partitions: Tree
+    functions: DecoderFunctions
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        tokens: int,
+        *,
+        temperature: float = 0.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        seed: int = 0,
+        end: int | None = None,
+    ) -> list[list[int]]:
+        """At most `tokens` ids that follow each prompt; a row stops before `end`. Temperature 0 takes the likeliest token.
+
+        A row's tokens depend on its prompt, and when sampled on `seed`, its number and the position, never on mesh or batch; where two
+        logits are equal within the rounding of the compute dtype, meshes may choose differently. Sends, a token: two all-reduces of
+        B·D values a layer and one for the embedding, and what `parallel/sampling.py` says.
+
+        Raises ValueError naming the argument. Every process calls it with the same arguments and gets all rows.
+        """
+        vocabulary = self.config.model.vocabulary
+        check_choice(tokens, temperature, top_k, top_p, seed)
+        require(len(prompts) > 0, "prompt: none given; give at least one")
+        for number, prompt in enumerate(prompts):
+            require(len(prompt) > 0, f"prompt: number {number} is empty; give at least one token")
+            wrong = next((token for token in prompt if not 0 <= token < vocabulary), None)
+            require(wrong is None, f"prompt: token id {wrong} is outside the model's vocabulary, 0 to {vocabulary - 1}")
+        batch, length = self._batch(prompts, tokens)
+        choice = Choice(
+            np.int32(EMPTY if end is None else end),
+            np.uint32(seed),
+            np.float32(max(temperature, float(np.finfo(np.float32).tiny))),
+            np.int32(vocabulary if top_k is None else min(top_k, vocabulary)),
+            np.float32(2 if top_p is None else top_p),
+        )
+        how = "likeliest" if temperature == 0 else "sample" if top_k is None and top_p is None else "sample_cut"
+        written_BM = np.asarray(self._program(self.params, batch, choice, length=length, how=how))
+        found = [row[len(prompt) : len(prompt) + tokens] for row, prompt in zip(written_BM, prompts, strict=False)]
+        if any((row == sampling.NO_TOKEN).any() for row in found):
+            raise ValueError("checkpoint: its logits are not finite, so the run has diverged; choose an earlier step")
+        return [[int(token) for token in row if token != EMPTY] for row in found]
+
+    def _batch(self, prompts: Sequence[Sequence[int]], tokens: int) -> tuple[Prompts, int]:
+        """Prompts on the host, filled up to a power of two a device, and the length of the cache."""
+        data, longest = self.mesh.shape[DATA], max(map(len, prompts))
+        rows = data * _bucket(-(-len(prompts) // data), 1)
+        ids_BP = np.zeros((rows, _bucket(longest, SHORTEST)), np.int32)
+        length_B, stop_B = np.ones(rows, np.int32), np.zeros(rows, np.int32)
+        for row, prompt in enumerate(prompts):
+            ids_BP[row, : len(prompt)] = prompt
+            length_B[row], stop_B[row] = len(prompt), len(prompt) + tokens
+        return Prompts(ids_BP, length_B, stop_B, np.arange(rows, dtype=np.int32)), _bucket(longest + tokens, SHORTEST)
+
+    @functools.cached_property
+    def _program(self) -> Any:
+        """(params, Prompts, Choice, length=M, how) -> tokens by position [B, M], `EMPTY` where none was generated."""
+
+        def run(params: Tree, prompts: Prompts, choice: Choice, length: int, how: str) -> jax.Array:
+            whole, rows = PartitionSpec(), PartitionSpec(BATCH)
+            local = jax.shard_map(
+                functools.partial(self._local, length=length, how=how),
+                mesh=self.mesh,
+                in_specs=(self.partitions, Prompts(rows, rows, rows, rows), Choice(*[whole] * 5)),
+                out_specs=rows,
+            )
+            return local(params, prompts, choice)
+
+        return jax.jit(run, static_argnames=("length", "how"), out_shardings=NamedSharding(self.mesh, PartitionSpec()))
+
+    def _local(self, params: Tree, prompts: Prompts, choice: Choice, *, length: int, how: str) -> jax.Array:
+        """The program of one device: the prompts at once, then token by token until no row of any device wants another."""
+
+        def body(state: State) -> State:
+            segment_B1 = state.alive_B.astype(jnp.int32)[:, None]
+            x_B1D, cache = self._layers(params, state.token_B[:, None], state.position_B[:, None], segment_B1, state.cache)
+            return self._chosen(self.functions.logits(params, x_B1D), state._replace(cache=cache), prompts, choice, how)
+
+        return lax.while_loop(lambda state: state.going, body, self._prefill(params, prompts, choice, length, how)).written_BM
+
+    def _prefill(self, params: Tree, prompts: Prompts, choice: Choice, length: int, how: str) -> State:
+        """The state after the prompts, with the first token chosen."""
+        rows, width = prompts.ids_BP.shape
+        model, tensor = self.config.model, self.mesh.shape[TENSOR]
+        _, _, heads, head = cache_shape(model, tensor, rows, width)
+        shape = (model.layers, rows, width, heads // tensor, head)
+        zeros = vary(jnp.zeros(shape, self.config.train.compute_dtype), (*BATCH, TENSOR))
+        positions_BP = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32), prompts.ids_BP.shape)
+        segments_BP = (positions_BP < prompts.length_B[:, None]).astype(jnp.int32)
+        x_BPD, cache = self._layers(params, prompts.ids_BP, positions_BP, segments_BP, {"key": zeros, "value": zeros})
+        last_B = prompts.length_B - 1
+        x_B1D = jnp.take_along_axis(x_BPD, last_B[:, None, None], axis=1)
+        grown = jax.tree.map(lambda a: jnp.pad(a, ((0, 0), (0, 0), (0, length - width), (0, 0), (0, 0))), cache)
+        state = State(
+            token_B=last_B,
+            position_B=last_B,
+            alive_B=prompts.length_B < prompts.stop_B,
+            going=jnp.bool_(True),
+            written_BM=vary(jnp.full((rows, length), EMPTY, jnp.int32), BATCH),
+            cache=grown,
+        )
+        return self._chosen(self.functions.logits(params, x_B1D), state, prompts, choice, how)
+
+    def _layers(
+        self, params: Tree, ids_BS: jax.Array, positions_BS: jax.Array, segments_BS: jax.Array, cache: dict[str, jax.Array]
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """Embedding and layers on new tokens: (x[B, S, D], cache). The cache is carried whole, so that a loop updates it in place."""
+        model = self.config.model
+        windows = [model.windows[layer % len(model.windows)] for layer in range(model.layers)]
+        flags = {"index": jnp.arange(model.layers, dtype=jnp.int32), "window": jnp.asarray(windows, jnp.int32)}
+        batch = {"positions": positions_BS, "segments": segments_BS}
+
+        def layer(carry: Any, part: Any) -> tuple[Any, None]:
+            (x_BSD, cache), (weights, own) = carry, part
+            mine = jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, own["index"], keepdims=False), cache)
+            x_BSD, mine = self.functions.block_cached(weights, x_BSD, Context(batch, {}, own), mine)
+            return (x_BSD, jax.tree.map(lambda a, b: lax.dynamic_update_index_in_dim(a, b, own["index"], 0), cache, mine)), None
+
+        x_BSD = self.functions.embed(params, ids_BS, Context(batch, {}, flags))
+        return lax.scan(layer, (x_BSD, cache), (params["layers"], flags))[0]
+
+    def _chosen(self, logits_B1V: jax.Array, state: State, prompts: Prompts, choice: Choice, how: str) -> State:
+        """`state` with the next token of each row chosen and written down, where the row wants one."""
+        logits_BV, position_B = logits_B1V[:, 0], state.position_B + state.alive_B
+        draw = sampling.Draw(choice.seed, prompts.row_B, position_B)
+        if how == "likeliest":
+            token_B = sampling.likeliest(logits_BV)
+        elif how == "sample":
+            token_B = sampling.sample(logits_BV, choice.temperature, draw)
+        else:
+            token_B = sampling.sample_cut(logits_BV, choice.temperature, choice.top_k, choice.top_p, draw)
+        alive_B = state.alive_B & (token_B != choice.end)
+        rows, length = state.written_BM.shape
+        slot_B = jnp.where(alive_B, position_B, length)  # out of range, hence dropped
+        written_BM = state.written_BM.at[jnp.arange(rows), slot_B].set(token_B, mode="drop")
+        alive_B &= (position_B + 1 < prompts.stop_B) & (token_B != sampling.NO_TOKEN)
+        going = all_reduce_max(alive_B.any().astype(jnp.int32), BATCH) > 0
+        return State(token_B, position_B, alive_B, going, written_BM, state.cache)
+
+
+def _bucket(size: int, least: int) -> int:
+    """The smallest power of two that holds `size`, at least `least`."""
+    return max(least, 1 << (size - 1).bit_length())
+
+
+def check_choice(tokens: int, temperature: float, top_k: int | None, top_p: float | None, seed: int) -> None:
+    """Refuse what no generation can mean; ValueError names the argument."""
+    require(tokens >= 1, f"tokens: {tokens} must be at least 1")
+    require(0 <= temperature < np.inf, f"temperature: {temperature} must not be negative; 0 takes the likeliest token")
+    require(top_k is None or top_k >= 1, f"top_k: {top_k} must be at least 1, or absent")
+    require(top_p is None or 0 < top_p <= 1, f"top_p: {top_p} must be in (0, 1], or absent")
+    require(0 <= seed < 2**32, f"seed: {seed} must be in 0 to 2^32 - 1")
+
+
+def parameter_places(config: Config, mesh: Mesh) -> tuple[Tree, Tree]:
+    """(records, PartitionSpecs) of a model's parameters on a generation mesh: split over `tensor`, equal over `data`.
+
+    Raises ValueError for a mesh with other axes and for sizes that do not divide the model.
+    """
+    sizes, model = dict(mesh.shape), config.model
+    for axis, size in sizes.items():
+        require(size == 1 or axis in (DATA, TENSOR), f"mesh.{axis}: {size} must be 1: generation splits over {DATA} and {TENSOR} only")
+    check_heads(model.heads, model.kv_heads, sizes[TENSOR])
+    specs = Decoder(model, padded_vocabulary(model.vocabulary, sizes[TENSOR])).specs
+    return specs, partition_specs(specs, Rules(sizes, DENSE))
+
+
+def build_generator(config: Config, mesh: Mesh, params: Tree) -> Generator:
+    """A generator of `config` on `mesh` from masters or other weights: global arrays on the devices of `mesh`, placed in any way, their
+    vocabulary padded in any way. They are cast to `train.compute_dtype` and moved by one program; `params` themselves are left alone.
+
+    Raises ValueError as `parameter_places`.
+    """
+    specs, partitions = parameter_places(config, mesh)
+    dtype = jnp.dtype(config.train.compute_dtype)
+    if dtype == jnp.float64 and not jax.config.jax_enable_x64:
+        raise ValueError("train.compute_dtype: float64 needs 64-bit types; set the environment variable JAX_ENABLE_X64=1")
+
+    def fit(path: str, array: jax.Array, parameter: Parameter) -> jax.Array:
+        if parameter.rows:
+            missing = parameter.shape[0] - parameter.rows
+            array = jnp.pad(array[: parameter.rows], ((0, missing), *((0, 0),) * (array.ndim - 1)))
+        assert array.shape == parameter.shape, f"{path}: {array.shape} is not {parameter.shape}"
+        return array.astype(dtype)
+
+    fitted = jax.jit(lambda params: map_leaves(fit, params, specs), out_shardings=shardings(partitions, mesh))(params)
+    options = Options(attention_block=config.train.attention_block, platform=mesh.devices.flat[0].platform)
+    return Generator(config, mesh, fitted, partitions, decoder_functions(config.model, Replicated(), options))
