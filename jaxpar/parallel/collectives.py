@@ -2,6 +2,8 @@
 
 Every function runs inside a `shard_map` with `check_vma=True`. Each one that reads over an axis refuses a value that does not *vary*
 over it: the sum of a value that is already equal everywhere would come out n times too large, and no type error would say so.
+What moves data between one device and itself is left out: an axis of size 1 costs nothing.
+
 `A[I_X]` is an array whose dim I is split over axis X, `{U_X}` one that holds a partial sum on each device of X.
 
     varying        the axes over which a value may differ from device to device
@@ -82,7 +84,8 @@ def all_reduce_max(x: jax.Array, axes: Axes) -> jax.Array:
 
 def all_gather(x: jax.Array, axes: Axes, dim: int) -> jax.Array:
     """Join the shards of `dim`: A[I_X] -> A[I], still typed as varying over X. Transpose: `reduce_scatter`."""
-    return lax.all_gather(x, _check(x, axes, "all_gather"), axis=dim, tiled=True)
+    names = _check(x, axes, "all_gather")
+    return lax.all_gather(x, names, axis=dim, tiled=True) if axis_size(names) > 1 else x
 
 
 def reduce_scatter(x: jax.Array, axes: Axes, dim: int) -> jax.Array:
@@ -91,13 +94,13 @@ def reduce_scatter(x: jax.Array, axes: Axes, dim: int) -> jax.Array:
     size = axis_size(names)
     if x.shape[dim] % size:
         raise ValueError(f"reduce_scatter: dim {dim} of shape {x.shape} does not divide over {names} of size {size}")
-    return lax.psum_scatter(x, names, scatter_dimension=dim, tiled=True)
+    return lax.psum_scatter(x, names, scatter_dimension=dim, tiled=True) if size > 1 else x
 
 
 def all_to_all(x: jax.Array, axes: Axes, split_dim: int, join_dim: int) -> jax.Array:
     """Trade which dim is split: A[I_X, J] -> A[I, J_X] with I `join_dim`, J `split_dim`. Transpose: the same with dims swapped."""
     names = _check(x, axes, "all_to_all")
-    return lax.all_to_all(x, names, split_axis=split_dim, concat_axis=join_dim, tiled=True)
+    return lax.all_to_all(x, names, split_axis=split_dim, concat_axis=join_dim, tiled=True) if axis_size(names) > 1 else x
 
 
 def permute(x: jax.Array, axis: str, pairs: Sequence[tuple[int, int]]) -> jax.Array:

@@ -148,7 +148,8 @@ def build_gradients(config: Config, mesh: Mesh) -> Gradients:
     """The gradients of `config` on `mesh`. ValueError where a parameter cannot be placed."""
     sizes = dict(mesh.shape)
     specs = Decoder(config.model, padded_vocabulary(config.model.vocabulary, config.mesh.tensor)).specs
-    sequence_parallel = config.train.sequence_parallel and config.mesh.tensor > 1
+    # On one device the token shards are the tokens, and unlike an all-reduce a reduce-scatter over one device is nothing at all.
+    sequence_parallel = config.train.sequence_parallel or config.mesh.tensor == 1
     functions = decoder_functions(
         config.model, boundary(sequence_parallel), train_options(config.train, mesh.devices.flat[0].platform)
     )

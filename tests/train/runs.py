@@ -14,7 +14,7 @@ from jaxpar.train.step import build_training
 MODEL = ModelConfig(
     vocabulary=61,
     width=32,
-    layers=3,
+    layers=2,
     heads=4,
     kv_heads=2,
     head_width=6,
@@ -33,7 +33,7 @@ SEQUENCE, BATCH = 16, 16
 
 
 def config(data=1, tensor=1, *, model=MODEL, optimizer=None, steps=20, **train):
-    settings = {"batch": BATCH, "compute_dtype": "float64", "master_dtype": "float64", "reduce_dtype": "float64", "attention_block": 8, "loss_chunk": 24}
+    settings = {"batch": BATCH, "compute_dtype": "float64", "master_dtype": "float64", "reduce_dtype": "float64", "attention_block": 16, "loss_chunk": 24}
     return Config(
         model=model,
         mesh=MeshShape(data=data, tensor=tensor),
@@ -70,30 +70,41 @@ def batch(run, step=0):
     return {"ids": cut(ids), "labels": cut(labels), "positions": cut(positions), "segments": cut(segments), "rows": cut(rows)}
 
 
-def hostile(params):
-    """Norm weights far from 1 and large biases, from fixed seeds, keeping each leaf's sharding."""
+@functools.cache
+def host_params(model):
+    """Parameters of a model on the host: norm weights far from 1 and large biases. The same for every mesh; programs that make them are
+    tested in tests/test_params.py."""
+    params = training(config(model=model)).init()["params"]
 
     def change(path, leaf):
         name = jax.tree_util.keystr(path)
         if "norm" not in name and "bias" not in name:
-            return leaf
-        noise = np.random.default_rng(len(name)).normal(size=leaf.shape)
-        return jax.device_put(jnp.asarray(leaf + noise, leaf.dtype), leaf.sharding)
+            return np.asarray(leaf)
+        return np.asarray(leaf) + np.random.default_rng(len(name)).normal(size=leaf.shape)
 
     return jax.tree_util.tree_map_with_path(change, params)
 
 
-def place(run_training, host_batch):
-    return {name: jax.device_put(value, run_training.batch_shardings[name]) for name, value in host_batch.items()}
+def place_params(built):
+    """The host parameters on a run's mesh, at home, with the padding rows that its vocabulary has there."""
+
+    def put(leaf, type_):
+        missing = type_.shape[0] - leaf.shape[0]
+        return jax.device_put(np.pad(leaf, ((0, missing), *((0, 0),) * (leaf.ndim - 1))).astype(type_.dtype), type_.sharding)
+
+    return jax.tree.map(put, host_params(built.config.model), built.abstract_state["params"])
 
 
-@functools.lru_cache(maxsize=None)
+def place(built, host_batch):
+    return {name: jax.device_put(value, built.batch_shardings[name]) for name, value in host_batch.items()}
+
+
+@functools.cache
 def gradients(run):
-    """(metrics, gradients, params) as numpy of a run's first batch; compiled and run once per configuration."""
+    """(metrics, gradients) as numpy of a run's first batch at step 3; compiled and run once per configuration."""
     built = training(run)
-    params = hostile(built.init()["params"])
-    metrics, grads = jax.jit(built.gradients)(params, place(built, batch(run)), jnp.asarray(3, jnp.int32))
-    return jax.device_get((metrics, grads, params))
+    program = jax.jit(built.gradients)
+    return jax.device_get(program(place_params(built), place(built, batch(run)), jnp.asarray(3, jnp.int32)))
 
 
 def padded_alike(a, b):
