@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
@@ -81,7 +81,7 @@ def cases(draw) -> dict:
     )
 
 
-@settings(max_examples=12, deadline=None, derandomize=True)
+@settings(max_examples=10, deadline=None, derandomize=True, phases=[Phase.generate])  # shrinking would compile for minutes
 @given(cases())
 def test_any_case_equals_dense(case: dict):
     rows, length, heads, kv_heads, head, value = case["shape"]
@@ -117,12 +117,12 @@ def test_no_segments(causal: bool, ordered: bool):
 
 
 def test_queries_and_keys_of_different_length():
-    """One new token, and a block of queries beside a longer cache."""
+    """One new token, and a block of queries beside a longer cache, with soft-capped scores."""
     for queries in (1, 5):
         q, k, v = normal(0, 2, queries, 4, 4), normal(1, 2, 13, 2, 4), normal(2, 2, 13, 2, 4)
         positions = np.arange(13, dtype=np.int32)[None].repeat(2, 0)
         marks = {("q", "positions"): positions[:, 13 - queries :], ("k", "positions"): positions}
-        same(*both(q, k, v, marks, block=4))
+        same(*both(q, k, v, marks, block=4, softcap=1.5))
 
 
 @pytest.mark.parametrize("traced", [False, True])
