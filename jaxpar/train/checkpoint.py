@@ -1,6 +1,7 @@
 """Checkpoints through Orbax: asynchronous, whole or not there, and free of any mesh.
 
     check_writable     refuse an output folder before anything is computed
+    whole_or_absent    take away the empty folders of a run that was refused
     state_bytes        what a state takes on disk
     abstract           shapes, dtypes and shardings of a state, what `restore` wants
     SavedCheckpoints   read what is there, of a run that may still be going
@@ -14,10 +15,12 @@ configuration, and every leaf's shape and dtype.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -63,6 +66,19 @@ def check_writable(folder: str | Path, field: str = "checkpoint.folder", needed:
             f"{field}: {folder} has {_size(free)} free, a checkpoint takes {_size(needed)} and two must fit: "
             f"free space or choose another folder"
         )
+
+
+@contextlib.contextmanager
+def whole_or_absent(*folders: str | Path) -> Iterator[None]:
+    """When what happens inside raises, remove those of `folders` (and folders above them) that were made meanwhile and are still empty."""
+    absent = {place for folder in map(Path, folders) for place in (folder, *folder.parents) if not place.exists()}
+    try:
+        yield
+    except BaseException:
+        for place in sorted(absent, key=lambda place: len(place.parts), reverse=True):
+            with contextlib.suppress(OSError):
+                place.rmdir()
+        raise
 
 
 def _size(count: int) -> str:
@@ -147,7 +163,7 @@ class SavedCheckpoints:
 
     def _compare(self, step: int, wanted: dict[str, Any], saved: dict[str, list[Any]]) -> None:
         differing = []
-        for name in sorted(wanted.keys() | saved.keys()):
+        for name in sorted(wanted.keys() | saved.keys(), key=lambda name: (not name.startswith("params/"), name)):
             mine = f"{tuple(wanted[name].shape)} {wanted[name].dtype}" if name in wanted else None
             theirs = f"{tuple(saved[name][0])} {saved[name][1]}" if name in saved else None
             if mine == theirs:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -129,7 +129,7 @@ class Loader:
         batch = {name: np.stack([row[name] for row in read]).reshape(*number.shape, self.sequence) for name in FIELDS}
         return batch | {"rows": number.astype(np.int32)}
 
-    def iterate(self, first: int, last: int = sys.maxsize, sequences: slice | np.ndarray = slice(None)) -> Iterator[Batch]:
+    def iterate(self, first: int, last: int = sys.maxsize, sequences: slice | np.ndarray = slice(None)) -> Generator[Batch, None, None]:
         """Batches of steps `first`..`last`-1, as `batch_at` gives them, `AHEAD` of them read by a background thread."""
         steps = grain.MapDataset.source(_Steps(self, first, last, sequences))
         batches = iter(steps.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=AHEAD)))

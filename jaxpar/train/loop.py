@@ -6,10 +6,11 @@ Rerunning the same command resumes. Stopping (SIGTERM, SIGINT) saves and leaves;
 from __future__ import annotations
 
 import contextlib
+import json
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -20,7 +21,7 @@ from jaxpar.config import Config
 from jaxpar.mesh import explain, make_mesh
 from jaxpar.parallel import zero
 from jaxpar.train import padding
-from jaxpar.train.checkpoint import Checkpoints, check_writable, state_bytes
+from jaxpar.train.checkpoint import Checkpoints, check_writable, state_bytes, whole_or_absent
 from jaxpar.train.data import Loader, Rows, local_sequences, open_data, place
 from jaxpar.train.metrics import MetricsLog
 from jaxpar.train.progress import Progress
@@ -28,13 +29,16 @@ from jaxpar.train.step import State, Training, build_training
 from jaxpar.train.tokenizer import save_tokenizer
 
 
-def train(config: Config) -> int:
-    """Run `config` on the devices of all processes, from its latest checkpoint if there is one. Returns the exit code, 0.
+def train(config: Config, devices: Sequence[jax.Device] | None = None, until: int | None = None) -> int:
+    """Run `config` from its latest checkpoint, if there is one, on `devices` (default: all, of all processes). Returns the exit code, 0.
 
-    Raises ValueError or OSError, one line, for what a user can mend.
+    `until`: save and leave after that step, as a job with a time limit does; the schedule is still that of `train.steps`.
+
+    Raises ValueError or OSError, one line, for what a user can mend; a run refused before its first step leaves no folder behind.
     """
-    rules.check_run(config, jax.device_count())
-    mesh = make_mesh(config.mesh)
+    devices = jax.devices() if devices is None else devices
+    rules.check_run(config, len(devices))
+    mesh = make_mesh(config.mesh, devices)
     tokens, tokenizer = open_data(config.data)
     rows = Rows(tokens, config.data.sequence, config.model.vocabulary)
     loader = Loader(
@@ -48,13 +52,14 @@ def train(config: Config) -> int:
     resolved = configfile.dump(config)
 
     with contextlib.ExitStack() as stack:
+        stack.enter_context(whole_or_absent(*(folder for folder in (config.checkpoint.folder, config.log.folder) if folder)))
+        stopped = stack.enter_context(_stop_signals())  # until the last save is complete
         checkpoints = _open_checkpoints(stack, training)
         state, first = _first_state(training, checkpoints, resolved)
         if checkpoints is not None and tokenizer is not None and jax.process_index() == 0:
             save_tokenizer(tokenizer, checkpoints.folder)
         log = stack.enter_context(MetricsLog(config.log.folder, resumed=first)) if config.log.folder else None
         progress = stack.enter_context(Progress(config.train.steps, first))
-        stopped = stack.enter_context(_stop_signals())
         for line in _describe(training, first):
             progress.note(line)
 
@@ -67,7 +72,7 @@ def train(config: Config) -> int:
             if step == first + 1:
                 jax.block_until_ready(metrics)  # compilation is not part of the rate
                 started, counted = time.perf_counter(), step
-            stop = _agreed(stopped, step)
+            stop = _agreed(stopped, step) or step == until
             if step % config.log.every == 0 or step == config.train.steps or stop:
                 values = {name: value.item() for name, value in jax.device_get(metrics).items()}
                 seconds = time.perf_counter() - started
@@ -103,17 +108,25 @@ def _first_state(training: Training, checkpoints: Checkpoints | None, resolved: 
 
 
 # A run that goes on must read the data it would have read; these fields decide which that is.
-POSITION = (("data", "seed"), ("data", "shuffle"), ("data", "sequence"), ("data", "source"), ("data", "path"), ("train", "batch"))
+POSITION = {
+    "data": ("seed", "shuffle", "sequence", "source", "path", "field", "tokenizer", "vocabulary"),
+    "train": ("batch",),
+}
 
 
 def _check_position(saved: dict[str, Any], wanted: dict[str, Any]) -> None:
-    for section, field in POSITION:
-        old, new = saved[section][field], wanted[section][field]
-        if old != new:
-            raise ValueError(
-                f"{section}.{field}: the checkpoint was written with {old!r}, the run asks for {new!r}, so its data position means nothing; "
-                f"set {section}.{field}={old}, or choose another checkpoint.folder"
-            )
+    for section, fields in POSITION.items():
+        for field in fields:
+            old, new = (_as_yaml(config[section][field]) for config in (saved, wanted))
+            if old != new:
+                raise ValueError(
+                    f"{section}.{field}: the checkpoint was written with {old}, the run asks for {new}, "
+                    f"so its data position means nothing; set {section}.{field}={old}, or choose another checkpoint.folder"
+                )
+
+
+def _as_yaml(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def _describe(training: Training, first: int) -> list[str]:

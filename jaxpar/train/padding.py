@@ -10,7 +10,9 @@ parameters and in every optimizer statistic shaped like one.
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -58,25 +60,25 @@ def trimmed_types(abstract: State, specs: Tree) -> State:
 
 
 def trim(state: State, abstract: State, specs: Tree) -> State:
-    """Real rows only; the state itself where nothing is padded."""
-    wanted = trimmed_types(abstract, specs)
-    if wanted is abstract:
-        return state
-    cut = jax.jit(
-        lambda state: jax.tree.map(lambda leaf, type_: leaf[: type_.shape[0]] if type_.shape else leaf, state, wanted),
-        out_shardings=jax.tree.map(lambda leaf: leaf.sharding, wanted),
-    )
-    return cut(state)
+    """Real rows only; a leaf that has no others is passed through, not copied."""
+    return jax.tree.map(_with_rows, state, trimmed_types(abstract, specs))
 
 
 def pad(state: State, abstract: State) -> State:
-    """`state` with the rows of zeros that `abstract` has more, on its shardings; the state itself where nothing is padded."""
-    if jax.tree.map(lambda leaf: leaf.shape, state) == jax.tree.map(lambda leaf: leaf.shape, abstract):
-        return state
+    """`state` with the rows of zeros that `abstract` has more, on its shardings."""
+    return jax.tree.map(_with_rows, state, abstract)
 
-    def grow(leaf: jax.Array, type_: jax.ShapeDtypeStruct) -> jax.Array:
-        missing = type_.shape[0] - leaf.shape[0] if type_.shape else 0
-        return jnp.pad(leaf, ((0, missing), *((0, 0),) * (leaf.ndim - 1))) if missing else leaf
 
-    grown = jax.jit(lambda state: jax.tree.map(grow, state, abstract), out_shardings=jax.tree.map(lambda leaf: leaf.sharding, abstract))
-    return grown(state)
+def _with_rows(leaf: jax.Array, wanted: jax.ShapeDtypeStruct) -> jax.Array:
+    return leaf if leaf.shape == wanted.shape else _resize(wanted.shape[0], wanted.sharding)(leaf)
+
+
+@functools.lru_cache(maxsize=64)
+def _resize(rows: int, sharding: NamedSharding) -> Callable[[jax.Array], jax.Array]:
+    """The program that cuts a leaf to its first `rows` rows, or fills it up to as many with zeros; one for all saves of a run."""
+
+    def resize(leaf: jax.Array) -> jax.Array:
+        missing = max(rows - leaf.shape[0], 0)
+        return jnp.pad(leaf[:rows], ((0, missing), *((0, 0),) * (leaf.ndim - 1)))
+
+    return jax.jit(resize, out_shardings=sharding)

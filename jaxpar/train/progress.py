@@ -38,11 +38,12 @@ class Progress:
         self.close()
 
     def update(self, step: int, loss: float, tokens_per_second: float) -> None:
-        """Show that `step` steps of the run are done."""
+        """Show that `step` steps of the run are done. The first step has no rate (NaN): it was spent compiling."""
         if self._quiet:
             return
         left = remaining(self.total - step, step - self.first, time.monotonic() - self._started)
-        shown = f"loss {float(loss):.4f}  {float(tokens_per_second):,.0f} tokens/s  {left} left"
+        rate = f"{float(tokens_per_second):,.0f} tokens/s  " if math.isfinite(tokens_per_second) else ""
+        shown = f"loss {float(loss):.4f}  {rate}{left} left"
         if self._bar is not None:
             self._bar.update(self._task, completed=step, shown=shown)
         else:
