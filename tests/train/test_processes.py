@@ -59,7 +59,7 @@ def test_sigterm_to_one_of_two_stops_both_and_one_process_goes_on(tmp_path, data
 def test_two_processes_go_on_where_one_stopped_on_another_mesh(tmp_path, data):
     alone = tiny.config(tmp_path / "alone", data)
     assert tiny.train(alone) == 0
-    assert tiny.train(tiny.config(tmp_path, data, {"train.steps": 2})) == 0
+    assert tiny.train(tiny.config(tmp_path, data, {"train.steps": 3})) == 0
     changes = {"mesh.data": 2, "mesh.tensor": 4, "train.zero": 3, "train.accumulation": 2}
     for process in start_two(tiny.run_file(tmp_path, data, changes)):
         code, out, err = tiny.finish(process)
