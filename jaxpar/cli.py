@@ -36,6 +36,7 @@ def parser() -> argparse.ArgumentParser:
     run_file.add_argument("--set", dest="overrides", action="append", default=[], metavar="a.b=c", help="replace a value; may be repeated")
 
     train = commands.add_parser("train", parents=[run_file, errors], help="train or resume a run", allow_abbrev=False)
+    train.add_argument("--until", type=int, metavar="STEP", help="save and leave after this step; rerunning goes on")
     train.set_defaults(call=_train)
 
     table = commands.add_parser("params", parents=[run_file, errors], help="list the parameters of a run", allow_abbrev=False)
@@ -62,7 +63,7 @@ def _train(args: argparse.Namespace) -> int:
     distributed.start(config.train.cpu_devices)
     from jaxpar.train import loop
 
-    return loop.train(config)
+    return loop.train(config, until=args.until)
 
 
 def _generate(args: argparse.Namespace) -> int:

@@ -201,7 +201,7 @@ class TrainConfig:
     """How a step runs. `batch` is sequences a step over all devices and microbatches; `accumulation` the microbatches it is cut in.
 
     `zero` 0 replicates, 1 shards optimizer state and masters, 2 also gradients, 3 also parameters. `remat` names a policy of
-    `jaxpar/parallel/split.py`. `interleave` cuts the local batch of a microbatch in that many parts inside one layer body.
+    `jaxpar/parallel/remat.py`. `interleave` cuts the local batch of a microbatch in that many parts inside one layer body.
     `loss_chunk` is the tokens whose logits exist at once, `attention_block` the queries and keys of one attention tile.
     `cpu_devices` is how many devices to simulate where JAX runs on CPU, over all processes; absent, or where XLA_FLAGS says how many,
     nothing is changed.

@@ -1,73 +1,29 @@
-"""A traced function as one flat list of operations that can be cut anywhere: the material `split.py` works on.
+"""From a traced function to a flat program and back to something that runs.
 
-JAX's own jaxprs nest: `jit`, `remat` and custom derivatives are calls, a scan is one equation. Here every call is opened and a scan becomes a
-`Loop` whose body is again a flat list, so that dependence is visible to the last matmul and a loop can be cut in two like anything else.
+JAX's own jaxprs nest: `jit`, `remat` and custom derivatives are calls, a scan is one equation. Here every call is opened, and a scan becomes a
+loop with a body of its own, so that dependence is visible to the last matmul.
 
-    Value        what an operation reads or writes; identity is its name
-    Op           one operation: inputs, outputs and either a JAX equation or a Loop
-    Loop         a scan: its body and how values enter, are carried and leave
-    flatten      jaxpr -> [Op]
+    flatten            jaxpr -> operations
     merge_duplicates   what is computed twice (rematerialisation that the user asked for) is computed once
-    needed       the operations that given values depend on, loops narrowed to what is asked of them
-    reached      the values that depend on given values
-    cut_loop     one loop into two: what is asked of it, and the rest
-    run          evaluate
-    matmul_flops, count
+    run                evaluate operations
 """
 
 from __future__ import annotations
 
 import itertools
-import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
-import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.extend import core as jex
+
+from jaxpar.parallel.operations import Atom, Loop, Op, Value, made
 
 CALLS = frozenset(
     ("jit", "pjit", "closed_call", "core_call", "eval_jaxpr", "remat2", "checkpoint", "custom_jvp_call", "custom_vjp_call", "custom_lin")
 )
-# Operations that only rename or re-type what they read: never worth keeping, free to repeat. A widening cast is among them.
-VIEWS = frozenset(("reshape", "transpose", "broadcast_in_dim", "squeeze", "expand_dims", "copy", "pcast", "pvary", "name", "convert_element_type"))
-
-
-class Value:
-    """The result of an operation, or an input. `aval` holds shape, dtype and the axes it varies over."""
-
-    __slots__ = ("aval",)
-
-    def __init__(self, aval: Any) -> None:
-        self.aval = aval
-
-
-Atom = Value | jex.Literal
-
-
-@dataclass(frozen=True, eq=False)
-class Loop:
-    """`lax.scan`: `consts` enter every iteration whole, `carry_in` becomes `carry_out`, `xs` are sliced and `ys` stacked along dim 0."""
-
-    body: list[Op]
-    consts: list[Value]
-    carry_in: list[Value]
-    xs: list[Value]
-    carry_out: list[Atom]
-    ys: list[Atom]
-    length: int
-    reverse: bool
-    unroll: int
-
-
-@dataclass(frozen=True, eq=False)
-class Op:
-    name: str
-    inputs: tuple[Atom, ...]
-    outputs: tuple[Value, ...]
-    eqn: jex.JaxprEqn | None = None
-    loop: Loop | None = None
 
 
 def flatten(closed: jex.ClosedJaxpr, inputs: Sequence[Atom]) -> tuple[list[Op], list[Atom], dict[Value, Any]]:
@@ -145,136 +101,37 @@ def merge_duplicates(ops: list[Op], outputs: list[Atom]) -> tuple[list[Op], list
 
 
 def _fingerprint(op: Op) -> Any:
-    inputs = tuple(id(a) if isinstance(a, Value) else ("literal", str(a.aval), str(a.val)) for a in op.inputs)
-    if op.eqn is not None:
-        return op.name, inputs, str(sorted(op.eqn.params.items(), key=lambda item: item[0]))
-    loop = op.loop
-    assert loop is not None
-    names = {v: n for n, v in enumerate([*loop.consts, *loop.carry_in, *loop.xs])}
+    """Equal for two operations only if they compute the same; values from outside are told apart by identity."""
+    return _key(op, {})
 
+
+def _key(op: Op, bound: dict[Value, int]) -> Any:
     def name(atom: Atom) -> Any:
-        return names.setdefault(atom, len(names)) if isinstance(atom, Value) else ("literal", str(atom.aval), str(atom.val))
+        if isinstance(atom, Value):
+            return bound.get(atom, ("outside", id(atom)))
+        return "literal", str(atom.aval), str(atom.val)
 
-    body = tuple(
-        (inner.name, tuple(map(name, inner.inputs)), tuple(map(name, inner.outputs)), str(inner.eqn and inner.eqn.params))
-        if inner.loop is None
-        else id(inner)  # a loop within a loop is compared by identity only
-        for inner in loop.body
-    )
-    ends = tuple(map(name, [*loop.carry_out, *loop.ys]))
+    inputs = tuple(map(name, op.inputs))
+    if op.loop is None:
+        params = op.eqn.params  # type: ignore[union-attr]
+        if op.eqn.effects:  # type: ignore[union-attr]
+            return id(op)
+        return op.name, inputs, str(sorted(params.items(), key=lambda item: item[0])), tuple(_constants(params.values()))
+    loop = op.loop
+    inside = dict(bound)
+    for value in [*loop.consts, *loop.carry_in, *loop.xs, *(v for inner in loop.body for v in inner.outputs)]:
+        inside[value] = len(inside)
+    ends = tuple(inside.get(a, id(a)) if isinstance(a, Value) else str(a) for a in [*loop.carry_out, *loop.ys])
+    body = tuple(_key(inner, inside) for inner in loop.body)
     return "scan", inputs, body, ends, len(loop.consts), len(loop.carry_in), loop.length, loop.reverse
 
 
-def values_of(atoms: Iterable[Atom]) -> set[Value]:
-    return {a for a in atoms if isinstance(a, Value)}
-
-
-def made(ops: Iterable[Op]) -> set[Value]:
-    return {v for op in ops for v in op.outputs}
-
-
-def needed(ops: Sequence[Op], outputs: Iterable[Atom], given: set[Value] = frozenset()) -> tuple[list[Op], set[Value]]:  # type: ignore[assignment]
-    """The operations that `outputs` depend on, in order, stopping at `given`; and every value read or asked for."""
-    want, keep = values_of(outputs), []
-    for op in reversed(ops):
-        asked = [v for v in op.outputs if v in want and v not in given]
-        if not asked:
-            continue
-        if op.loop is not None:
-            op = narrow_loop(op, set(asked))
-        keep.append(op)
-        want |= values_of(op.inputs)
-    return keep[::-1], want
-
-
-def reached(ops: Sequence[Op], sources: Iterable[Value]) -> set[Value]:
-    """Everything that depends on `sources`, themselves included."""
-    seen = set(sources)
-    for op in ops:
-        if values_of(op.inputs) & seen:
-            seen |= set(op.outputs)
-    return seen
-
-
-def _loop_parts(op: Op) -> tuple[Loop, Sequence[Atom], Sequence[Atom], Sequence[Atom], Sequence[Value], Sequence[Value]]:
-    loop = op.loop
-    assert loop is not None
-    first, second = len(loop.consts), len(loop.consts) + len(loop.carry_in)
-    carries = len(loop.carry_in)
-    return loop, op.inputs[:first], op.inputs[first:second], op.inputs[second:], op.outputs[:carries], op.outputs[carries:]
-
-
-def _closure(op: Op, wanted: set[Value]) -> tuple[list[Op], set[Value], list[int], list[int]]:
-    """Body operations, values read, and the carries and stacked outputs that `wanted` outputs of a loop need."""
-    loop, _, _, _, carried, stacked = _loop_parts(op)
-    carries = {i for i, v in enumerate(carried) if v in wanted}
-    ys = [i for i, v in enumerate(stacked) if v in wanted]
-    while True:
-        body, read = needed(loop.body, [loop.carry_out[i] for i in carries] + [loop.ys[i] for i in ys])
-        more = {i for i, v in enumerate(loop.carry_in) if v in read} - carries
-        if not more:
-            return body, read, sorted(carries), ys
-        carries |= more
-
-
-def _rebuild(op: Op, body: list[Op], read: set[Value], carries: list[int], ys: list[int]) -> Op:
-    loop, consts, init, xs, carried, stacked = _loop_parts(op)
-    use_consts = [i for i, v in enumerate(loop.consts) if v in read]
-    use_xs = [i for i, v in enumerate(loop.xs) if v in read]
-    inner = replace(
-        loop,
-        body=body,
-        consts=[loop.consts[i] for i in use_consts],
-        carry_in=[loop.carry_in[i] for i in carries],
-        xs=[loop.xs[i] for i in use_xs],
-        carry_out=[loop.carry_out[i] for i in carries],
-        ys=[loop.ys[i] for i in ys],
-    )
-    inputs = (*(consts[i] for i in use_consts), *(init[i] for i in carries), *(xs[i] for i in use_xs))
-    return Op("scan", inputs, (*(carried[i] for i in carries), *(stacked[i] for i in ys)), None, inner)
-
-
-def narrow_loop(op: Op, wanted: set[Value]) -> Op:
-    """The loop with only what its `wanted` outputs need: dead carries and outputs gone."""
-    return _rebuild(op, *_closure(op, wanted))
-
-
-def cut_loop(op: Op, wanted: set[Value]) -> tuple[Op, Op]:
-    """One loop into two: the first makes `wanted`, the second the other outputs from what the first stacks up for it.
-
-    Values that depend on the loop's constants alone are made again in the second: no weight is stacked per iteration.
-    """
-    first = narrow_loop(op, wanted)
-    assert first.loop is not None
-    loop, consts, init, xs, carried, stacked = _loop_parts(op)
-    rest = [v for v in op.outputs if v not in set(first.outputs)]
-    fixed = made(loop.body) - reached(loop.body, [*loop.carry_in, *loop.xs])
-    before = (made(first.loop.body) | set(first.loop.carry_in)) - fixed
-    rest_carries = [i for i, v in enumerate(carried) if v in rest]
-    rest_ys = [i for i, v in enumerate(stacked) if v in rest]
-    body, read = needed(loop.body, [loop.carry_out[i] for i in rest_carries] + [loop.ys[i] for i in rest_ys], given=before)
-    body = [o for o in body if not set(o.outputs) <= before]
-    unclosed = {v for i, v in enumerate(loop.carry_in) if v in read and i not in rest_carries} - before
-    assert not unclosed, "the rest of a loop reads a carry that neither part makes"
-    crossing = [v for v in dict.fromkeys([*first.loop.carry_in, *(v for o in first.loop.body for v in o.outputs)]) if v in read and v in before]
-    outer = [Value(_StackedAval((loop.length, *v.aval.shape), v.aval.dtype)) for v in crossing]
-    first = replace(first, outputs=(*first.outputs, *outer), loop=replace(first.loop, ys=[*first.loop.ys, *crossing]))
-    second = _rebuild(op, body, read, rest_carries, rest_ys)
-    assert second.loop is not None
-    second = replace(second, inputs=(*second.inputs, *outer), loop=replace(second.loop, xs=[*second.loop.xs, *crossing]))
-    return first, second
-
-
-@dataclass(frozen=True)
-class _StackedAval:
-    """Shape and dtype of a value that a cut loop stacks; no trace has seen it yet."""
-
-    shape: tuple[int, ...]
-    dtype: Any
-
-    @property
-    def size(self) -> int:
-        return math.prod(self.shape)
+def _constants(params: Iterable[Any]) -> Iterator[int]:
+    """Arrays that jaxprs among an equation's parameters carry: they do not show in the text of the jaxpr."""
+    for value in params:
+        if isinstance(value, tuple | list):
+            yield from _constants(value)
+        yield from map(id, getattr(value, "consts", ()))
 
 
 def run(ops: Sequence[Op], env: dict[Value, Any]) -> None:
@@ -284,7 +141,8 @@ def run(ops: Sequence[Op], env: dict[Value, Any]) -> None:
             _run_straight(list(group), env)
             continue
         for op in group:
-            arguments = [a.val if isinstance(a, jex.Literal) else env[a] for a in op.inputs]
+            arguments = [_read(atom, env) for atom in op.inputs]
+            assert op.loop is not None
             env.update(zip(op.outputs, _run_loop(op.loop, arguments, env), strict=True))
 
 
@@ -296,7 +154,7 @@ def _run_straight(ops: list[Op], env: dict[Value, Any]) -> None:
     variables: dict[Value, jex.Var] = {}
 
     def name(atom: Atom, var: Any) -> Any:
-        return atom if isinstance(atom, jex.Literal) else variables.setdefault(atom, jex.Var(var.aval))
+        return variables.setdefault(atom, jex.Var(var.aval)) if isinstance(atom, Value) else atom
 
     eqns = []
     for op in ops:
@@ -319,30 +177,13 @@ def _run_loop(loop: Loop, arguments: list[Any], outside: dict[Value, Any]) -> li
     def body(carry: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
         env = {**outside, **consts, **dict(zip(loop.carry_in, carry, strict=True)), **dict(zip(loop.xs, xs, strict=True))}
         run(loop.body, env)
-        read: Callable[[Atom], Any] = lambda atom: atom.val if isinstance(atom, jex.Literal) else env[atom]
-        return [_as(read(a), c) for a, c in zip(loop.carry_out, carry, strict=True)], [jax.numpy.asarray(read(a)) for a in loop.ys]
+        return [jnp.asarray(_read(a, env), c.dtype) for a, c in zip(loop.carry_out, carry, strict=True)], [
+            jnp.asarray(_read(a, env)) for a in loop.ys
+        ]
 
     carry, ys = lax.scan(body, arguments[first:second], arguments[second:], loop.length, loop.reverse, loop.unroll)
     return [*carry, *ys]
 
 
-def _as(value: Any, like: Any) -> Any:
-    return jax.numpy.asarray(value, like.dtype)
-
-
-def matmul_flops(ops: Iterable[Op]) -> int:
-    """Multiply-adds of every matmul times two, loops multiplied by their length."""
-    total = 0
-    for op in ops:
-        if op.loop is not None:
-            total += op.loop.length * matmul_flops(op.loop.body)
-        elif op.name == "dot_general":
-            (contract, _), _ = op.eqn.params["dimension_numbers"]  # type: ignore[union-attr]
-            shape = op.inputs[0].aval.shape
-            total += 2 * op.outputs[0].aval.size * math.prod(shape[d] for d in contract)
-    return total
-
-
-def count(ops: Iterable[Op], name: str) -> int:
-    """How many operations called `name` stand in the text of `ops`, loop bodies included once."""
-    return sum(count(op.loop.body, name) if op.loop is not None else op.name == name for op in ops)
+def _read(atom: Atom, env: dict[Value, Any]) -> Any:
+    return env[atom] if isinstance(atom, Value) else atom.val

@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxpar.parallel import collectives, split
+from jaxpar.parallel import collectives, remat, split
 
 Tree = Any
 
@@ -64,7 +64,7 @@ class LayerStack:
     """
 
     block: Callable[[Tree, Any, Context], tuple[Any, Tree]]
-    keep: split.Policy
+    keep: remat.Policy
     gather: Callable[[Tree], Tree] | None = None
     reduce: Callable[[Tree], Tree] | None = None
     parts: int = 1
@@ -118,7 +118,9 @@ class LayerStack:
 
         return self._over_layers_backward(layer, layers, saved, dy, daux, grads)
 
-    def _over_layers_backward(self, layer: Any, layers: Tree, saved: Saved, dy: Any, daux: list[Any], grads: Tree | None) -> tuple[Any, Tree]:
+    def _over_layers_backward(
+        self, layer: Any, layers: Tree, saved: Saved, dy: Any, daux: list[Any], grads: Tree | None
+    ) -> tuple[Any, Tree]:
         length, flags = _length(layers), saved.context[0].layer
         dys = _split(dy, self.parts)
         steps = (jnp.arange(length), saved.parts, daux, flags)
@@ -139,7 +141,9 @@ class LayerStack:
         waiting = jax.eval_shape(lambda *a: layer(*a)[1], last, _pick(saved.parts, 0), dys, _pick(daux, 0), _pick(flags, 0))
         if grads is None:
             part = jax.eval_shape(reduce, waiting)
-            grads = jax.tree.map(lambda t: collectives.zeros(jax.ShapeDtypeStruct((length, *t.shape), t.dtype), collectives.varying_of(t)), part)
+            grads = jax.tree.map(
+                lambda t: collectives.zeros(jax.ShapeDtypeStruct((length, *t.shape), t.dtype), collectives.varying_of(t)), part
+            )
         empty = jax.tree.map(lambda t: collectives.zeros(t, collectives.varying_of(t)), waiting)
 
         def body(carry: Any, inputs: Any) -> tuple[Any, Any]:

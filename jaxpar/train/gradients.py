@@ -20,7 +20,7 @@ from jaxpar.config import Config
 from jaxpar.mesh import BATCH, REPLICA, SEQ
 from jaxpar.models.decoder import Decoder, DecoderFunctions, decoder_functions
 from jaxpar.models.options import train_options
-from jaxpar.parallel import collectives, split, zero
+from jaxpar.parallel import collectives, remat, split, zero
 from jaxpar.parallel.sequence import boundary
 from jaxpar.parallel.stack import Context, LayerStack
 from jaxpar.params import Tree, padded_vocabulary
@@ -131,7 +131,7 @@ class Gradients:
         reduce: Callable[[Tree], Tree] | None = None
         if train.zero >= 2:
             reduce = lambda grads: zero.scatter_layer(grads, places, train.reduce_dtype)  # noqa: E731
-        return LayerStack(self.functions.block, split.policy(train.remat), gather, reduce, parts=train.interleave)
+        return LayerStack(self.functions.block, remat.policy(train.remat), gather, reduce, parts=train.interleave)
 
     def context(self, key: jax.Array, batch: dict[str, jax.Array]) -> Context:
         """What blocks read beside weights and activations, of one microbatch [sequence, token]."""
@@ -150,7 +150,5 @@ def build_gradients(config: Config, mesh: Mesh) -> Gradients:
     specs = Decoder(config.model, padded_vocabulary(config.model.vocabulary, config.mesh.tensor)).specs
     # On one device the token shards are the tokens, and unlike an all-reduce a reduce-scatter over one device is nothing at all.
     sequence_parallel = config.train.sequence_parallel or config.mesh.tensor == 1
-    functions = decoder_functions(
-        config.model, boundary(sequence_parallel), train_options(config.train, mesh.devices.flat[0].platform)
-    )
+    functions = decoder_functions(config.model, boundary(sequence_parallel), train_options(config.train, mesh.devices.flat[0].platform))
     return Gradients(config, mesh, specs, zero.places(specs, Rules(sizes, DENSE), config.train.zero, sequence_parallel), functions)

@@ -88,7 +88,12 @@ def build_training(config: Config, mesh: Mesh) -> Training:
         new = {"params": params, "optimizer": optimizer_state}
         kept = jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, {name: state[name] for name in new})
         skipped = state["skipped"] + 1 - finite.astype(jnp.int32)
-        metrics = {**metrics, "grad_norm": norm, "learning_rate": jnp.asarray(rate(state["step"] - state["skipped"]), jnp.float32), "skipped": skipped}
+        metrics = {
+            **metrics,
+            "grad_norm": norm,
+            "learning_rate": jnp.asarray(rate(state["step"] - state["skipped"]), jnp.float32),
+            "skipped": skipped,
+        }
         return {**kept, "step": state["step"] + 1, "skipped": skipped}, metrics
 
     shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
@@ -109,7 +114,9 @@ def _abstract_state(config: Config, mesh: Mesh, gradients: Gradients, optimizer:
     homes = jax.tree.map(lambda leaf: leaf.sharding, params)
     places = rule.state_shardings(optimizer, homes, gradients.specs, params)
     moments = jax.tree.map(
-        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), jax.eval_shape(optimizer.init, params), places
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+        jax.eval_shape(optimizer.init, params),
+        places,
     )
     scalar = jax.ShapeDtypeStruct((), jnp.int32, sharding=NamedSharding(mesh, PartitionSpec()))
     return {"params": params, "optimizer": moments, "step": scalar, "skipped": scalar}

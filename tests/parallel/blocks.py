@@ -38,7 +38,9 @@ SPECS = {
     "norm": P(),
     "norm2": P(),
 }
-LOCAL = tuple(SHAPES)  # every parameter is used on token or head shards, so each gradient is a partial sum over tensor where it is not split
+LOCAL = tuple(
+    SHAPES
+)  # every parameter is used on token or head shards, so each gradient is a partial sum over tensor where it is not split
 
 
 def init(dtype=jnp.float64):
@@ -51,7 +53,9 @@ def init(dtype=jnp.float64):
 
 def context(batch=B):
     segments = np.random.default_rng(0).integers(0, 2, (batch, S)).cumsum(1) + 1
-    return Context({"segments": jnp.asarray(segments, jnp.int32)}, {"scale": jnp.asarray(0.5)}, {"window": jnp.asarray([2, 8, 3], jnp.int32)})
+    return Context(
+        {"segments": jnp.asarray(segments, jnp.int32)}, {"scale": jnp.asarray(0.5)}, {"window": jnp.asarray([2, 8, 3], jnp.int32)}
+    )
 
 
 def rms(x, weight):

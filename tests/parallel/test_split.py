@@ -8,7 +8,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpar.config import MeshShape
 from jaxpar.mesh import make_mesh
-from jaxpar.parallel import collectives, flatten, split
+from jaxpar.parallel import collectives, flatten, joint, operations, remat, split
 from tests.parallel import blocks
 
 LAYER = {name: P(*spec[1:]) for name, spec in blocks.SPECS.items()}
@@ -38,7 +38,7 @@ def run(block, keep, fused_loops=False):
         facts.append(cut)
         y, aux, saved = cut.forward(params, x, context)
         dy = jnp.cos(y)
-        daux = [jnp.cos(a) for a in jax.tree.leaves(aux) if split.is_differentiable(a)]
+        daux = [jnp.cos(a) for a in jax.tree.leaves(aux) if joint.is_differentiable(a)]
         dx, deferred = cut.backward_input(params, saved, context, dy, daux)
         two = dx, one_each(cut.backward_weight(saved, deferred, context))
         dx, dparams = cut.backward(params, saved, context, dy, daux)
@@ -46,7 +46,7 @@ def run(block, keep, fused_loops=False):
 
         def differentiable(params, x):
             y, aux = block(params, x, context)
-            return y, [a for a in jax.tree.leaves(aux) if split.is_differentiable(a)]
+            return y, [a for a in jax.tree.leaves(aux) if joint.is_differentiable(a)]
 
         _, transpose = jax.vjp(differentiable, params, x)
         dparams, dx = transpose((dy, daux))
@@ -63,10 +63,10 @@ def gap(got, want):
     return max(float(abs(a - b).max() / (abs(b).max() + 1e-300)) for a, b in pairs)
 
 
-@pytest.mark.parametrize("keep", split.POLICIES)
+@pytest.mark.parametrize("keep", remat.POLICIES)
 @pytest.mark.parametrize("variant", ["everything", "plain"])
 def test_every_policy(variant, keep):
-    two, fused, want, cut = run(blocks.make_block(**blocks.VARIANTS[variant]), split.policy(keep))
+    two, fused, want, cut = run(blocks.make_block(**blocks.VARIANTS[variant]), remat.policy(keep))
     assert gap(two, want) < 1e-13
     assert gap(fused, want) < 1e-13
     cut.check_split()
@@ -74,7 +74,7 @@ def test_every_policy(variant, keep):
 
 @pytest.mark.parametrize("variant", ["remat", "jit", "chunked", "router"])
 def test_every_difficulty(variant):
-    two, fused, want, cut = run(blocks.make_block(**blocks.VARIANTS[variant]), split.policy("matmuls"))
+    two, fused, want, cut = run(blocks.make_block(**blocks.VARIANTS[variant]), remat.policy("matmuls"))
     assert gap(two, want) < 1e-13
     assert gap(fused, want) < 1e-13
     cut.check_split()
@@ -86,7 +86,7 @@ def cut_only(block, keep, **options):
     found = []
 
     def local(params, x, context):
-        found.append(split.cut(block, mark(params), x, context, split.policy(keep), **options))
+        found.append(split.cut(block, mark(params), x, context, remat.policy(keep), **options))
         return x
 
     x = jax.ShapeDtypeStruct((4, blocks.S, blocks.D), jnp.float64)
@@ -118,7 +118,7 @@ def test_plain_block_counts():
 def test_fused_loop_keeps_its_weight_gradients_in_b():
     """The negative control of the assertion: a loop left whole moves three weight matmuls into B, and the check says so."""
     block = blocks.make_block(chunks=2)
-    two, fused, want, cut = run(block, split.policy("matmuls"), fused_loops=True)
+    two, fused, want, cut = run(block, remat.policy("matmuls"), fused_loops=True)
     assert gap(two, want) < 1e-13 and gap(fused, want) < 1e-13
     assert cut.facts.matmuls_backward_weight == cut.facts.weight_matmuls_forward - 3
     with pytest.raises(AssertionError, match="could not be opened"):
@@ -136,7 +136,7 @@ def test_product_of_weights_is_refused_in_the_split_form():
 def test_closing_over_a_traced_array_is_refused():
     def local(x):
         with pytest.raises(AssertionError, match="context"):
-            split.cut(lambda p, y, c: (y * p["w"] * x, {}), {"w": jnp.ones(3)}, jnp.ones(3), {}, split.policy("none"))
+            split.cut(lambda p, y, c: (y * p["w"] * x, {}), {"w": jnp.ones(3)}, jnp.ones(3), {}, remat.policy("none"))
         return x
 
     jax.eval_shape(local, jnp.ones(3))
@@ -144,11 +144,37 @@ def test_closing_over_a_traced_array_is_refused():
 
 def test_unknown_policy_names_the_field():
     with pytest.raises(ValueError, match="train.remat.*matmuls"):
-        split.policy("everything-please")
+        remat.policy("everything-please")
 
 
 def test_duplicates_are_merged():
     closed = jax.make_jaxpr(lambda x: jnp.sin(x) * jnp.cos(jnp.sin(x)) + jnp.sin(x + 1.0))(1.0)
-    ops, outputs, _ = flatten.flatten(closed, [flatten.Value(a) for a in closed.in_avals])
+    ops, outputs, _ = flatten.flatten(closed, [operations.Value(a) for a in closed.in_avals])
     merged, _ = flatten.merge_duplicates(ops, outputs)
-    assert flatten.count(ops, "sin") == 3 and flatten.count(merged, "sin") == 2
+    assert operations.count(ops, "sin") == 3 and operations.count(merged, "sin") == 2
+
+
+def test_loops_over_different_arrays_are_not_merged():
+    """Two scans alike but for the array they captured."""
+    tables = jnp.arange(3.0), jnp.arange(3.0) * 2
+
+    def both(x):
+        return [jax.lax.scan(lambda c, t: (c + t, c), x, table)[0] for table in tables]
+
+    closed = jax.make_jaxpr(both)(1.0)
+    ops, outputs, captured = flatten.flatten(closed, [x := operations.Value(closed.in_avals[0])])
+    ops, outputs = flatten.merge_duplicates(ops, outputs)
+    env = {**captured, x: jnp.asarray(1.0)}
+    flatten.run(ops, env)
+    assert [float(env[o]) for o in outputs] == [4.0, 7.0]
+
+
+def test_a_debugging_print_in_a_block_prints(capsys):
+    def block(p, x, context):
+        jax.debug.print("largest {}", abs(x).max())
+        return x @ p["query"].T, {}
+
+    cut = split.cut(block, ONE, jnp.ones((1, 2, blocks.D)), {}, remat.policy("matmuls"))
+    cut.forward(ONE, jnp.ones((1, 2, blocks.D)), {})
+    jax.effects_barrier()
+    assert "largest 1.0" in capsys.readouterr().out

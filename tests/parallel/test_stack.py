@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpar.config import MeshShape
 from jaxpar.mesh import make_mesh
-from jaxpar.parallel import collectives, split
+from jaxpar.parallel import collectives, remat, split
 from jaxpar.parallel.stack import LayerStack
 from tests.parallel import blocks
 
@@ -17,7 +17,12 @@ MESH = make_mesh(MeshShape(data=4, tensor=2))
 X = P("data", "tensor")
 CONTEXT_SPECS = blocks.Context({"segments": P("data")}, {"scale": P()}, {"window": P()})
 HOME = {  # ZeRO: the model width over data, except in norms, which stay whole
-    name: P(*(("data" if entry is None and size == blocks.D and len(spec) > 2 else entry) for entry, size in zip(spec, (0, *blocks.SHAPES[name]))))
+    name: P(
+        *(
+            ("data" if entry is None and size == blocks.D and len(spec) > 2 else entry)
+            for entry, size in zip(spec, (0, *blocks.SHAPES[name]))
+        )
+    )
     if name not in ("norm", "norm2", "router")
     else P()
     for name, spec in blocks.SPECS.items()
@@ -89,7 +94,7 @@ def run(form, *, zero=0, parts=1, keep="matmuls", repeat=1, fused_loops=False):
     """(y, dx, dlayers, counts) of the stack on data 4 × tensor 2. `repeat` accumulates the same gradients that often."""
     stack = LayerStack(
         BLOCK,
-        split.policy(keep),
+        remat.policy(keep),
         gather if zero == 3 else None,
         reduce if zero >= 2 else None,
         parts=parts,
@@ -118,9 +123,7 @@ def run(form, *, zero=0, parts=1, keep="matmuls", repeat=1, fused_loops=False):
         return y, dx, finish(grads, zero >= 2), counts
 
     home = HOME if zero >= 2 else blocks.SPECS
-    program = jax.shard_map(
-        local, mesh=MESH, in_specs=(HOME if zero == 3 else blocks.SPECS, X, CONTEXT_SPECS), out_specs=(X, X, home, P())
-    )
+    program = jax.shard_map(local, mesh=MESH, in_specs=(HOME if zero == 3 else blocks.SPECS, X, CONTEXT_SPECS), out_specs=(X, X, home, P()))
     return jax.device_get(jax.jit(program)(blocks.init(), inputs(), blocks.context()))
 
 

@@ -33,7 +33,14 @@ SEQUENCE, BATCH = 16, 16
 
 
 def config(data=1, tensor=1, *, model=MODEL, optimizer=None, steps=20, **train):
-    settings = {"batch": BATCH, "compute_dtype": "float64", "master_dtype": "float64", "reduce_dtype": "float64", "attention_block": 16, "loss_chunk": 24}
+    settings = {
+        "batch": BATCH,
+        "compute_dtype": "float64",
+        "master_dtype": "float64",
+        "reduce_dtype": "float64",
+        "attention_block": 16,
+        "loss_chunk": 24,
+    }
     return Config(
         model=model,
         mesh=MeshShape(data=data, tensor=tensor),

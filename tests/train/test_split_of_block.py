@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxpar.parallel import split
+from jaxpar.parallel import remat, split
 from tests.train import runs
 
 
@@ -27,14 +27,14 @@ def cut_of(monkeypatch, **options):
 
 
 @pytest.mark.parametrize("blocks_of_attention", [16, 8], ids=["one tile", "many tiles"])
-@pytest.mark.parametrize("keep", split.POLICIES)
+@pytest.mark.parametrize("keep", remat.POLICIES)
 def test_a_pipeline_can_rely_on_it(monkeypatch, keep, blocks_of_attention):
     cut, _ = cut_of(monkeypatch, data=2, tensor=2, zero=1, remat=keep, attention_block=blocks_of_attention)
     cut.check_split()
     assert cut.facts.matmuls_backward_weight == 7  # query, key, value, output, gate, up, down
 
 
-@pytest.mark.parametrize("keep", split.POLICIES)
+@pytest.mark.parametrize("keep", remat.POLICIES)
 def test_no_weight_is_saved(monkeypatch, keep):
     """Kept values have a batch and tokens; none has the shape of a weight, whole or cast, in any precision."""
     cut, run = cut_of(monkeypatch, tensor=2, data=2, zero=3, remat=keep, compute_dtype="bfloat16", master_dtype="float32")
@@ -46,7 +46,7 @@ def test_no_weight_is_saved(monkeypatch, keep):
 def test_saved_falls_with_the_policy(monkeypatch):
     """Bytes that a layer saves, without sequence parallelism so that every policy counts the same tokens."""
     sizes = []
-    for keep in split.POLICIES:
+    for keep in remat.POLICIES:
         cut, _ = cut_of(monkeypatch, tensor=2, remat=keep)
         sizes.append(sum(math.prod(shape) * jnp.dtype(dtype).itemsize for shape, dtype in cut.facts.saved))
         monkeypatch.undo()

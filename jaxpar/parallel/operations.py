@@ -1,0 +1,82 @@
+"""A program as one flat list of operations, in which a scan is a loop with a body of operations: what can be cut anywhere.
+
+Value, Atom     what an operation reads or writes; a Value's identity is its name, an Atom may also be a literal
+Op, Loop        one operation: a JAX equation, or a scan opened up
+values_of, made, matmul_flops, count
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from jax.extend import core as jex
+
+# Operations that only rename or re-type what they read: never worth keeping, free to repeat. A widening cast is among them.
+VIEWS = frozenset(
+    ("reshape", "transpose", "broadcast_in_dim", "squeeze", "expand_dims", "copy", "pcast", "pvary", "name", "convert_element_type")
+)
+
+
+class Value:
+    """The result of an operation, or an input. `aval` holds shape, dtype and the axes it varies over."""
+
+    __slots__ = ("aval",)
+
+    def __init__(self, aval: Any) -> None:
+        self.aval = aval
+
+
+Atom: TypeAlias = Value | jex.Literal
+
+
+@dataclass(frozen=True, eq=False)
+class Loop:
+    """`lax.scan`: `consts` enter every iteration whole, `carry_in` becomes `carry_out`, `xs` are sliced and `ys` stacked along dim 0."""
+
+    body: list[Op]
+    consts: list[Value]
+    carry_in: list[Value]
+    xs: list[Value]
+    carry_out: list[Atom]
+    ys: list[Atom]
+    length: int
+    reverse: bool
+    unroll: int
+
+
+@dataclass(frozen=True, eq=False)
+class Op:
+    name: str
+    inputs: tuple[Atom, ...]
+    outputs: tuple[Value, ...]
+    eqn: jex.JaxprEqn | None = None
+    loop: Loop | None = None
+
+
+def values_of(atoms: Iterable[Atom]) -> set[Value]:
+    return {a for a in atoms if isinstance(a, Value)}
+
+
+def made(ops: Iterable[Op]) -> set[Value]:
+    return {v for op in ops for v in op.outputs}
+
+
+def matmul_flops(ops: Iterable[Op]) -> int:
+    """Multiply-adds of every matmul times two, loops multiplied by their length."""
+    total = 0
+    for op in ops:
+        if op.loop is not None:
+            total += op.loop.length * matmul_flops(op.loop.body)
+        elif op.name == "dot_general":
+            (contract, _), _ = op.eqn.params["dimension_numbers"]  # type: ignore[union-attr]
+            shape = op.inputs[0].aval.shape
+            total += 2 * op.outputs[0].aval.size * math.prod(shape[d] for d in contract)
+    return total
+
+
+def count(ops: Iterable[Op], name: str) -> int:
+    """How many operations called `name` stand in the text of `ops`, loop bodies included once."""
+    return sum(count(op.loop.body, name) if op.loop is not None else op.name == name for op in ops)

@@ -1,0 +1,67 @@
+"""Rematerialisation policies: which values of a block's forward are kept for its backward. All others are computed again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from jaxpar.parallel.joint import weight_matmuls
+from jaxpar.parallel.operations import VIEWS, Op, Value, values_of
+
+
+@dataclass(frozen=True)
+class Policy:
+    """Which values F keeps for the backward, besides the block's input."""
+
+    everything: bool = False
+    matmuls: bool = False  # outputs of matmuls with a weight
+    weight_inputs: bool = False  # what W multiplies
+    names: frozenset[str] = frozenset()  # values marked with jax.ad_checkpoint.checkpoint_name
+
+
+_ATTENTION = frozenset(("attention_out", "attention_lse"))
+POLICIES = {
+    "none": Policy(everything=True),
+    "matmuls": Policy(matmuls=True, weight_inputs=True, names=_ATTENTION),
+    "outputs": Policy(matmuls=True, names=_ATTENTION),
+    "attention": Policy(names=_ATTENTION),
+    "block": Policy(),
+}
+
+
+def policy(name: str) -> Policy:
+    """The remat policy called `name`. ValueError for an unknown one."""
+    if name not in POLICIES:
+        raise ValueError(f"train.remat: {name!r} is not one of {', '.join(POLICIES)}")
+    return POLICIES[name]
+
+
+def kept(keep: Policy, ops: list[Op], early: set[Value], late: set[Value], weights: set[Value], weight_inputs: set[Value]) -> set[Value]:
+    """The forward values that `keep` chooses, re-typings and all-gathers looked through.
+
+    `early` values depend on the block's input, `late` ones on the output gradient, `weights` on parameters alone; W multiplies `weight_inputs`.
+    """
+    chosen: set[Value] = set()
+    for op in ops:
+        if keep.everything and set(op.outputs) & late:
+            chosen |= values_of(op.inputs)
+        if keep.matmuls and weight_matmuls(op, weights):
+            chosen |= set(op.outputs)
+        if op.name == "name" and op.eqn is not None and op.eqn.params["name"] in keep.names:
+            chosen |= set(op.outputs)
+    if keep.weight_inputs:
+        chosen |= weight_inputs
+    maker = {v: op for op in ops for v in op.outputs}
+    return {root(v, maker, early, through_gathers=not keep.everything) for v in chosen & early}
+
+
+def root(value: Value, maker: dict[Value, Op], early: set[Value], through_gathers: bool) -> Value:
+    """Look through re-typing and all-gathers to the value worth keeping."""
+    while (op := maker.get(value)) is not None and len(op.outputs) == 1:
+        views = VIEWS | ({"all_gather"} if through_gathers else set())
+        operands = [v for v in values_of(op.inputs) if v in early]
+        if op.name not in views or len(operands) != 1 or operands[0].aval.size > value.aval.size:
+            break
+        if op.name == "convert_element_type" and operands[0].aval.dtype.itemsize > value.aval.dtype.itemsize:
+            break
+        value = operands[0]
+    return value
