@@ -1,7 +1,7 @@
 """The main job from end to end, on the embedded default: `make demo`.
 
-Trains a small Llama on the language reference inside this Python, over 8 simulated devices (data 4 × tensor 2, ZeRO-1); leaves half way, as a
-preempted job would, resumes from the checkpoint, and prints text sampled from the trained model.
+Trains a small Llama on the language reference inside this Python, over 8 simulated devices (data 4 × tensor 2, ZeRO-1); leaves half way,
+as a preempted job would, resumes from the checkpoint, and prints text sampled from the trained model.
 """
 
 import os

@@ -19,7 +19,7 @@ from jaxpar.parallel.operations import Atom, Loop, Op, Value, made, values_of
 def needed(
     ops: Sequence[Op], outputs: Iterable[Atom], given: Set[Value] = frozenset(), pinned: Set[Op] = frozenset()
 ) -> tuple[list[Op], set[Value]]:
-    """The operations that `outputs` depend on, in order, stopping at `given`; and every value read or asked for. `pinned` ones stay anyway."""
+    """The operations that `outputs` depend on, in order, stopping at `given`, `pinned` ones besides; and every value read or asked for."""
     want = values_of(outputs)
     keep: list[Op] = []
     for op in reversed(ops):

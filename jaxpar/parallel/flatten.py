@@ -1,7 +1,7 @@
 """From a traced function to a flat program and back to something that runs.
 
-JAX's own jaxprs nest: `jit`, `remat` and custom derivatives are calls, a scan is one equation. Here every call is opened, and a scan becomes a
-loop with a body of its own, so that dependence is visible to the last matmul.
+JAX's own jaxprs nest: `jit`, `remat` and custom derivatives are calls, a scan is one equation. Here every call is opened, and a scan
+becomes a loop with a body of its own, so that dependence is visible to the last matmul.
 
     flatten            jaxpr -> operations
     merge_duplicates   what is computed twice (rematerialisation that the user asked for) is computed once

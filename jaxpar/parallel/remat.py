@@ -38,7 +38,8 @@ def policy(name: str) -> Policy:
 def kept(keep: Policy, ops: list[Op], early: set[Value], late: set[Value], weights: set[Value], weight_inputs: set[Value]) -> set[Value]:
     """The forward values that `keep` chooses, re-typings and all-gathers looked through.
 
-    `early` values depend on the block's input, `late` ones on the output gradient, `weights` on parameters alone; W multiplies `weight_inputs`.
+    `early` values depend on the block's input, `late` ones on the output gradient, `weights` on parameters alone; W multiplies
+    `weight_inputs`.
     """
     chosen: set[Value] = set()
     for op in ops:

@@ -6,9 +6,10 @@ The block's forward and backward are traced *together* into one flat list of ope
     B    what the input gradient needs
     W    the rest of the backward: one matmul for each weight matmul of the forward, and no weight is read
 
-What is kept from F is the remat policy, a set of values; whatever else the backward reads, it computes again from those. Nothing that depends
-on parameters alone is ever kept, casts included, nor anything that depends on context alone: both are computed again where they are read.
-Operations that only re-type (a reshape, a widening cast) and all-gathers are looked through: their operand is kept in their place.
+What is kept from F is the remat policy, a set of values; whatever else the backward reads, it computes again from those. Nothing that
+depends on parameters alone is ever kept, casts included, nor anything that depends on context alone: both are computed again where they
+are read. Operations that only re-type (a reshape, a widening cast) and all-gathers are looked through: their operand is kept in their
+place.
 
 A scan inside the block (a chunked MLP) is cut like everything else; `fused_loops=True` leaves the backward of such loops whole, in B.
 """
@@ -68,7 +69,8 @@ class Cut:
         facts = self.facts
         assert facts.weight_reads_backward_weight == 0, "W reads a weight: the block multiplies parameters with each other"
         assert facts.matmuls_backward_weight == facts.weight_matmuls_forward, (
-            f"W has {facts.matmuls_backward_weight} matmuls for {facts.weight_matmuls_forward} weights: a call in the block could not be opened"
+            f"W has {facts.matmuls_backward_weight} matmuls for {facts.weight_matmuls_forward} weights: "
+            "a call in the block could not be opened"
         )
         assert facts.flops_backward_input + facts.flops_backward_weight == facts.flops_backward, "B + W is not BW"
 

@@ -6,13 +6,13 @@
     backward_weight(saved, deferred, grads)           -> grads               /  for pipeline schedules
     differentiable(layers, x, context)                -> y, aux              all of it under jax.custom_vjp
 
-`layers` is a tree of arrays with a leading dim L. The functions run under `shard_map`, on local shards. The stack owns what the backward over
-layers costs: what is saved (`split.py`: never a weight), the gather of the next layer's weights while this one computes, the reduction of the
-previous layer's gradients behind this layer's backward (ZeRO-2 and -3), the accumulation buffer, and interleaving: the batch in `parts` inside one
-layer body, so that one part's collectives can run behind another's matmuls.
+`layers` is a tree of arrays with a leading dim L. The functions run under `shard_map`, on local shards. The stack owns what the backward
+over layers costs: what is saved (`split.py`: never a weight), the gather of the next layer's weights while this one computes, the
+reduction of the previous layer's gradients behind this layer's backward (ZeRO-2 and -3), the accumulation buffer, and interleaving: the
+batch in `parts` inside one layer body, so that one part's collectives can run behind another's matmuls.
 
-`aux` is what the block returns beside its output, stacked over layers; it must be additive over sequences (sums and counts, not means), so that
-parts, microbatches and devices can be added. `daux` holds the gradients of its floating-point leaves, stacked alike.
+`aux` is what the block returns beside its output, stacked over layers; it must be additive over sequences (sums and counts, not means),
+so that parts, microbatches and devices can be added. `daux` holds the gradients of its floating-point leaves, stacked alike.
 """
 
 from __future__ import annotations

@@ -6,8 +6,9 @@
     2       split                             one all-gather a step      one reduce-scatter a microbatch (layers: a layer)
     3       split                             one all-gather a layer     one reduce-scatter a layer
 
-A `Place` says this for one parameter. Masters are cast to the compute dtype before they are gathered, so a gather sends that dtype; gradients
-are summed in the dtype asked for. M bytes of weights cost (n-1)/n M for a gather or a scatter, 2 (n-1)/n M for an all-reduce, over n replicas.
+A `Place` says this for one parameter. Masters are cast to the compute dtype before they are gathered, so a gather sends that dtype;
+gradients are summed in the dtype asked for. M bytes of weights cost (n-1)/n M for a gather or a scatter, 2 (n-1)/n M for an all-reduce,
+over n replicas.
 
 Source: Rajbhandari et al., "ZeRO" (SC'20), section 5; Zhao et al., "PyTorch FSDP" (2023).
 """
@@ -81,7 +82,8 @@ def _gather(w: jax.Array, split: rules.Placement | None, place: Place) -> jax.Ar
 
 
 def scatter(grads: Tree, places: Tree, dtype: Any) -> Tree:
-    """Sum over the replicas of each split parameter, keeping this device's part; others pass. W[.., D] {U_replicas} -> W[.., D_replicas]."""
+    """Sum over the replicas of each split parameter, keeping this device's part: W[.., D] {U_replicas} -> W[.., D_replicas].
+    Others pass."""
     return jax.tree.map(lambda g, place: _scatter(g, place.split, dtype), grads, places)
 
 

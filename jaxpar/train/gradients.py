@@ -20,7 +20,7 @@ from jaxpar.config import Config
 from jaxpar.mesh import BATCH, REPLICA, SEQ
 from jaxpar.models.decoder import Decoder, DecoderFunctions, decoder_functions
 from jaxpar.models.options import train_options
-from jaxpar.parallel import collectives, remat, split, zero
+from jaxpar.parallel import collectives, remat, zero
 from jaxpar.parallel.sequence import boundary
 from jaxpar.parallel.stack import Context, LayerStack
 from jaxpar.params import Tree, padded_vocabulary
@@ -98,8 +98,8 @@ class Gradients:
     ) -> tuple[Metrics, Tree]:
         """Forward and backward of one microbatch: this device's sums of losses, and its gradients added to `grads`.
 
-        Forward and backward are composed by hand rather than by `jax.grad`, because the layers' gradients go straight into the float32 buffer
-        that the microbatches share; a cotangent would have the dtype of the weights and be added afterwards.
+        Forward and backward are composed by hand rather than by `jax.grad`, because the layers' gradients go straight into the float32
+        buffer that the microbatches share; a cotangent would have the dtype of the weights and be added afterwards.
         """
         train, master = self.config.train, jnp.dtype(self.config.train.master_dtype)
         layers, outer = weights["layers"], {name: part for name, part in weights.items() if name != "layers"}

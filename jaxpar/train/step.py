@@ -2,8 +2,8 @@
 
     state = {"params": masters, "optimizer": optax state, "step": int32, "skipped": int32}
 
-Everything a run, a compile-only report or a test needs hangs on `Training`: abstract state and batch with their shardings, `init`, and the very
-`step` that training runs.
+Everything a run, a compile-only report or a test needs hangs on `Training`: abstract state and batch with their shardings, `init`, and
+the very `step` that training runs.
 """
 
 from __future__ import annotations

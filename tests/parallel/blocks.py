@@ -1,4 +1,5 @@
-"""A block with everything that makes cutting hard: rematerialisation, an inner jit, a cast, a chunked MLP and a router with losses and counts.
+"""A block with everything that makes cutting hard: rematerialisation, an inner jit, a cast, a chunked MLP and a router with losses and
+counts.
 
 It runs on any mesh axes named data and tensor: attention heads and MLP columns are split over tensor, tokens too between blocks.
 """

@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpar.config import MeshShape
 from jaxpar.mesh import make_mesh
-from jaxpar.parallel import collectives, remat, split
+from jaxpar.parallel import collectives, remat
 from jaxpar.parallel.stack import LayerStack
 from tests.parallel import blocks
 
@@ -66,7 +66,7 @@ def reference():
     def local(layers, x, context):
         def total(layers, x):
             for i in range(blocks.L):
-                layer = jax.tree.map(lambda a: a[i], layers)  # noqa: B023
+                layer = jax.tree.map(lambda a: a[i], layers)
                 x, aux = BLOCK(layer, x, context._replace(layer={"window": context.layer["window"][i]}))
                 auxes.append(aux)
             return jnp.sin(x).sum() + sum((a["chances"] ** 2).sum() for a in auxes), (x, auxes)
@@ -142,7 +142,7 @@ def expected():
         def total(layers, x):
             sums, auxes = jnp.zeros(()), []
             for i in range(blocks.L):
-                layer = jax.tree.map(lambda a: a[i], layers)  # noqa: B023
+                layer = jax.tree.map(lambda a: a[i], layers)
                 x, aux = BLOCK(layer, x, context._replace(layer={"window": context.layer["window"][i]}))
                 sums += (aux["chances"] ** 2).sum()
                 auxes.append(aux["counts"])
