@@ -2,6 +2,7 @@
 
     jaxpar train RUN.yaml [--set a.b=c]...       train, or resume where the checkpoint folder has something to resume
     jaxpar generate CKPT --prompt "Once" ...     text from a checkpoint
+    jaxpar tokenize RUN.yaml FOLDER              the run's text as a folder of tokens, for data.source: tokens
     jaxpar params RUN.yaml [--set a.b=c]...      every parameter: shape, place on the mesh, ZeRO placement, count
 
 What a user got wrong is one line on stderr and exit code 2; `--traceback` shows where it came from.
@@ -39,6 +40,10 @@ def parser() -> argparse.ArgumentParser:
     train.add_argument("--until", type=int, metavar="STEP", help="save and leave after this step; rerunning goes on")
     train.set_defaults(call=_train)
 
+    tokens = commands.add_parser("tokenize", parents=[run_file, errors], help="write the text of a run as tokens", allow_abbrev=False)
+    tokens.add_argument("folder", metavar="FOLDER", help="a folder to make, for data.source: tokens")
+    tokens.set_defaults(call=_tokenize)
+
     table = commands.add_parser("params", parents=[run_file, errors], help="list the parameters of a run", allow_abbrev=False)
     table.set_defaults(call=_params)
 
@@ -64,6 +69,15 @@ def _train(args: argparse.Namespace) -> int:
     from jaxpar.train import loop
 
     return loop.train(config, until=args.until)
+
+
+def _tokenize(args: argparse.Namespace) -> int:
+    config = configfile.load(args.run, args.overrides)
+    from jaxpar.train import data
+
+    tokens = data.write_folder(config.data, args.folder)
+    print(f"{args.folder}: {len(tokens.stream_T):,} tokens of {len(tokens.offsets) - 1:,} documents, vocabulary {tokens.vocabulary:,}")
+    return 0
 
 
 def _generate(args: argparse.Namespace) -> int:

@@ -1,6 +1,7 @@
 """From a token stream to batches on devices, through Grain. What a step reads is a function of seed and global step only.
 
     open_data          the tokens of a configuration, and their tokenizer
+    write_folder       the same tokens as a folder, to be read from disk by later runs
     Rows               fixed windows of the stream with segments, positions and labels
     Loader             batches by global step: `batch_at(step)`, or `iterate(first, last)` read ahead in the background
     local_sequences    which sequences of a microbatch this process's devices hold
@@ -56,11 +57,26 @@ def _embedded(vocabulary: int) -> tuple[Tokens, Tokenizer]:
 
 
 def _tokenize(data: DataConfig) -> tuple[Tokens, Tokenizer]:
-    if data.tokenizer is None:
-        tokenizer = train_tokenizer(corpus.documents(data), data.vocabulary)
-    else:
-        tokenizer = load_tokenizer(data.tokenizer)
+    tokenizer = _tokenizer(data)
     return corpus.collect(encode(tokenizer, corpus.documents(data)), tokenizer.size), tokenizer
+
+
+def _tokenizer(data: DataConfig) -> Tokenizer:
+    """The one that `data.tokenizer` names, or one trained on the corpus."""
+    if data.tokenizer is None:
+        return train_tokenizer(corpus.documents(data), data.vocabulary)
+    return load_tokenizer(data.tokenizer)
+
+
+def write_folder(data: DataConfig, folder: str | Path) -> Tokens:
+    """Tokenize the text of `data` into a new folder for `data.source: tokens`, its tokenizer beside it; documents pass one group at a time.
+
+    Raises ValueError when `data` holds tokens already, or the folder is there; as `corpus` and `tokenizer` do else.
+    """
+    if data.source == "tokens":
+        raise ValueError("data.source: tokens are tokens already; name embedded, text or jsonl")
+    tokenizer = _tokenizer(data)
+    return corpus.write_tokens(folder, encode(tokenizer, corpus.documents(data)), tokenizer.size, tokenizer.text())
 
 
 @dataclass(frozen=True)
