@@ -13,7 +13,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 RUN, FOLDER = "configs/runs/demo.yaml", "runs/demo"
-HALF = "80"
+HALF = "120"
 
 
 def jaxpar(*arguments: str) -> None:
@@ -30,7 +30,7 @@ def main() -> None:
     shutil.rmtree(ROOT / FOLDER, ignore_errors=True)
     jaxpar("train", RUN, "--until", HALF)
     jaxpar("train", RUN)
-    for prompt, temperature in (("The following", "0"), ("A class definition", "0.8")):
+    for prompt, temperature in (("The following", "0.7"), ("A class definition", "0.7")):
         jaxpar("generate", f"{FOLDER}/checkpoints", "--prompt", prompt, "--tokens", "60", "--temperature", temperature)
     print(f"\ncheckpoints, tokenizer and metrics are in {FOLDER} ({time.monotonic() - started:.0f} s in all)")
 

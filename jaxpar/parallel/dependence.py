@@ -92,7 +92,7 @@ def cut_loop(op: Op, wanted: set[Value]) -> tuple[Op, Op]:
     """
     first = narrow_loop(op, wanted)
     assert first.loop is not None
-    loop, consts, init, xs, carried, stacked = _loop_parts(op)
+    loop, _, _, _, carried, stacked = _loop_parts(op)
     rest = [v for v in op.outputs if v not in set(first.outputs)]
     fixed = made(loop.body) - reached(loop.body, [*loop.carry_in, *loop.xs])
     before = (made(first.loop.body) | set(first.loop.carry_in)) - fixed
