@@ -23,7 +23,7 @@ DEMO = str(CONFIGS / "runs" / "demo.yaml")
         (["train", DEMO, "--set", "train.step=3"], "train.step: no such key; the nearest valid one is train.steps"),
         (["train", DEMO, "--set", "train.steps=-1"], "train.steps: -1 must be at least 1"),
         (["params", DEMO, "--set", "mesh.tensor=16"], "mesh.tensor: 16 does not divide model.heads 8"),
-        (["params", DEMO, "--set", "mesh.data=5"], "train.batch: 32 sequences do not divide"),
+        (["params", DEMO, "--set", "mesh.data=5"], "train.batch: 16 sequences do not divide"),
         (["generate", "x"], "the following arguments are required: --prompt"),
         (["generate", "x", "--prompt", "a", "--mesh", "data"], "--mesh data: not of the form data=2,tensor=2"),
         (["generate", "x", "--prompt", "a", "--tokens", "0"], "--tokens: 0 must be at least 1"),

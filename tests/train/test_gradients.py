@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from jaxpar.config import ModelConfig, RopeConfig
+from jaxpar.parallel import zero
 from tests.train import runs
 
 TOLERANCE = 1e-11
@@ -138,11 +139,21 @@ def test_negative_controls(column):
     assert runs.gap(BROKEN[column](want), want)[0] > TOLERANCE
 
 
-def test_an_unreduced_gradient_does_not_type_check(monkeypatch):
-    """Negative control inside the engine: without the last reduction the program is refused before it runs."""
-    from jaxpar.parallel import zero
+SEVERAL = [row for row in MESHES if row[0] * row[1] > 1]
 
+
+def trace(row):
+    built = runs.training(of(row))
+    jax.eval_shape(built.gradients, built.abstract_state["params"], built.abstract_batch, jax.ShapeDtypeStruct((), np.int32))
+
+
+@pytest.mark.parametrize("row", SEVERAL, ids=name)
+def test_a_missing_or_doubled_reduction_is_refused(row, monkeypatch):
+    """Negative control of every mesh, inside the engine: the step without its last reductions, or with them twice, does not type-check."""
+    finish = zero.finish
     monkeypatch.setattr(zero, "finish", lambda grads, places, dtype: grads)
-    built = runs.training(runs.config(data=2, tensor=2))
     with pytest.raises(ValueError, match="out_specs"):
-        jax.eval_shape(built.gradients, built.abstract_state["params"], built.abstract_batch, jax.ShapeDtypeStruct((), np.int32))
+        trace(row)
+    monkeypatch.setattr(zero, "finish", lambda grads, places, dtype: finish(finish(grads, places, dtype), places, dtype))
+    with pytest.raises(TypeError, match="does not vary over"):
+        trace(row)

@@ -1,0 +1,111 @@
+"""Memory and matmuls of compiled training steps against the formulas: by ZeRO level and by remat policy."""
+
+import math
+from collections import Counter
+
+import pytest
+
+from jaxpar.config import ModelConfig
+from jaxpar.parallel.remat import POLICIES
+from jaxpar.plan import formulas
+from jaxpar.plan.hlo import buffers_at_least
+from jaxpar.plan.report import block_facts, kept_bytes, step_flops
+from tests.train.programs import LEVELS, config, level, measured, training
+
+# Kept values outweigh all else; no two of batch, sequence and the dims of a weight are equal.
+DEEP = ModelConfig(vocabulary=64, width=64, layers=8, heads=4, kv_heads=2, mlp_width=160)
+
+
+def deep(policy):
+    return config(model=DEEP, sequence=128, batch=8, zero=0, remat=policy, attention_block=64, loss_chunk=128)
+
+
+def kept(run):
+    """Bytes that the forward of a microbatch keeps, all layers."""
+    return run.model.layers * run.train.interleave * kept_bytes(block_facts(training(run)))
+
+
+@pytest.mark.parametrize("zero", LEVELS)
+def test_arguments_are_the_state_and_the_batch_to_the_byte(zero):
+    run = level(zero)
+    assert measured(run).arguments == formulas.state_bytes(run) + formulas.batch_bytes(run)
+    assert measured(run).aliased == formulas.state_bytes(run), "the state is updated in place"
+
+
+def test_state_is_split_over_the_replicas_from_zero_1_on():
+    states = [measured(level(zero)).arguments - formulas.batch_bytes(level(zero)) for zero in LEVELS]
+    whole = 3 * 4 * sum(weight.total for weight in formulas.weights(level(0)))
+    assert states[0] == whole + 16 and states[1] == states[2] == states[3] == whole // 4 + 16
+
+
+def test_the_peak_falls_with_the_level():
+    peaks = [measured(level(zero)).arguments + measured(level(zero)).temporary for zero in LEVELS]
+    assert peaks == sorted(peaks, reverse=True) and peaks[3] < 0.4 * peaks[0]
+
+
+def fits(run, other):
+    """Whether what XLA allocates for `run` is what the formulas say of `other`: up to a quarter for a layer's working space."""
+    expected = formulas.weight_bytes(other) + formulas.gradient_bytes(other) + kept(other)
+    return 0.9 < measured(run).temporary / expected < 1.25
+
+
+def test_temporaries_are_weights_gradients_and_kept_values():
+    """Where weights outweigh activations."""
+    assert all(fits(level(zero), level(zero)) for zero in LEVELS)
+    assert not any(fits(level(a), level(b)) for a, b in [(1, 2), (2, 1), (2, 3), (3, 2), (0, 3)]), "negative control"
+
+
+@pytest.mark.parametrize("zero", LEVELS)
+def test_no_weight_is_stacked_over_layers_but_where_the_level_says(zero):
+    """Arrays [L, weight] that loops write: the gradients' buffer, under ZeRO 0 and 1. Under ZeRO-3 none exists anywhere."""
+    run = level(zero)
+    stacked = [(weight.layers, *weight.shape) for weight in formulas.weights(run) if weight.layers]
+    found = [buffer for buffer in buffers_at_least(measured(run).text, 1) if buffer.array.shape in stacked]
+    in_loops = Counter(buffer.array.shape for buffer in found if "/while/body" in buffer.source and buffer.opcode != "copy")
+    assert in_loops == (Counter(stacked) if zero < 2 else Counter())
+    assert bool(found) == (zero < 3)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("mesh", [(1, 1), (2, 2), (1, 4)])
+def test_what_the_forward_keeps(policy, mesh):
+    """To the byte; no kept value has the shape of a weight."""
+    run = config(*mesh, model=DEEP, sequence=24, batch=20, zero=3, remat=policy, compute_dtype="bfloat16")
+    facts = block_facts(training(run))
+    if policy == "none":
+        assert kept(run) > formulas.saved_bytes(config(*mesh, model=DEEP, sequence=24, batch=20, remat="matmuls", compute_dtype="bfloat16"))
+    else:
+        assert kept(run) == formulas.saved_bytes(run)
+    sizes = {math.prod(weight.shape) for weight in formulas.weights(run)}
+    dims = {tuple(sorted(weight.shape)) for weight in formulas.weights(run)}
+    assert not [shape for shape, _ in facts.saved if math.prod(shape) in sizes or tuple(sorted(shape)) in dims]
+    assert facts.flops_backward_input + facts.flops_backward_weight == facts.flops_backward
+
+
+def check_policies(policies):
+    """Temporaries of two policies differ by what they keep, up to one layer's working space."""
+    layer = kept(deep("none")) / DEEP.layers
+    first, *rest = policies
+    temporary = [measured(deep(policy)).temporary for policy in policies]
+    assert temporary == sorted(temporary, reverse=True)
+    for policy in rest:
+        difference = measured(deep(first)).temporary - measured(deep(policy)).temporary
+        assert abs(difference - (kept(deep(first)) - kept(deep(policy)))) < layer
+    assert kept(deep(policies[0])) - kept(deep(policies[-1])) > 4 * layer, "or the bound would say nothing"
+
+
+def test_temporaries_fall_with_the_policy():
+    check_policies(["matmuls", "block"])
+
+
+@pytest.mark.slow
+def test_temporaries_fall_with_every_policy():
+    check_policies(list(POLICIES))
+
+
+@pytest.mark.parametrize(
+    "run", [deep("matmuls"), deep("block"), *map(level, LEVELS)], ids=lambda run: f"{run.train.remat}-{run.train.zero}"
+)
+def test_compiled_matmuls_are_those_of_the_blocks_and_the_head(run):
+    """To the operation: nothing is computed twice that the policy does not ask for, on no level."""
+    assert measured(run).flops == step_flops(run, block_facts(training(run)))
