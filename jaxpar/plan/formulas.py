@@ -1,0 +1,279 @@
+"""What a training step sends and holds, from its configuration alone: to plan a run, and to hold against the program.
+
+    weights           the parameters as one device computes with them
+    written_traffic   every collective of a step as it is written, to compare with `jaxpar.plan.trace`
+    compiled_traffic  with what XLA adds for the norm of the gradients, to compare with `jaxpar.plan.traffic`
+    state_bytes, batch_bytes, weight_bytes, gradient_bytes, saved_bytes     memory of one device
+
+Each collective is a `traffic.Collective` whose `source` says what it is for, so that `traffic.summary` adds up formulas and programs alike.
+Nothing here reads `rules.py`, `zero.py` or `stack.py`: sizes and counts are written down once more, or agreement would prove nothing.
+
+Dims: B sequences and S tokens of a microbatch on one device, D model width, N query heads, K key/value heads, H head width, F MLP width,
+V vocabulary, L layers, t devices along `tensor`, n replicas (devices along `data`, `expert` and `seq` together).
+
+A step of M parameters a device (before ZeRO), a accumulated microbatches:
+
+    ZeRO 0    all-reduce M
+    ZeRO 1    all-gather M in the compute dtype, reduce-scatter M
+    ZeRO 2    all-gather M, reduce-scatter a · M (1 + 1/L for layers)
+    ZeRO 3    all-gather 2 a · M (1 + 1/L for layers; embedding, norm and head a · M), reduce-scatter as ZeRO 2
+
+The 1/L is what keeps one layer ahead cheap to compile: the loop over layers gathers the next layer's weights while this one computes, and
+the last iteration, which has no next one, gathers its own again. Likewise gradients are reduced one layer late, and the first iteration
+reduces zeros.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+
+from jaxpar.config import Config
+from jaxpar.mesh import AXES, REPLICA, TENSOR
+from jaxpar.models.decoder import Decoder
+from jaxpar.params import flatten, padded_vocabulary
+from jaxpar.plan.traffic import Collective, ring_bytes
+
+# How often the backward of a layer sends again what its forward sent, to compute values that the policy did not keep: (enter, leave).
+SENT_AGAIN = {"none": (0, 0), "matmuls": (2, 1), "outputs": (2, 1), "attention": (2, 1), "block": (2, 1)}
+
+# Logical axes that `tensor` splits; "kv_heads" only where there are enough.
+SPLIT_BY_TENSOR = frozenset(("heads", "kv_heads", "mlp", "vocabulary"))
+
+
+@dataclass(frozen=True)
+class Weight:
+    """One parameter on one device.
+
+    shape     of one layer, split by `tensor`, not by ZeRO
+    layers    how many of them are stacked; 0 outside the layers
+    partial   its gradient is a partial sum over `tensor`
+    split     ZeRO splits it over the replicas
+    on_tensor `tensor` splits it
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    layers: int
+    partial: bool
+    split: bool
+    on_tensor: bool
+
+    @property
+    def elements(self) -> int:
+        """Of one layer."""
+        return math.prod(self.shape)
+
+    @property
+    def total(self) -> int:
+        """Of all layers."""
+        return self.elements * max(self.layers, 1)
+
+
+def replicas(config: Config) -> int:
+    return math.prod(getattr(config.mesh, axis) for axis in REPLICA)
+
+
+def token_shards(config: Config) -> int:
+    """Parts of a row between blocks: t under sequence parallelism."""
+    return config.mesh.tensor if config.train.sequence_parallel else 1
+
+
+def weights(config: Config) -> list[Weight]:
+    """Every parameter of the model on one device."""
+    t, n = config.mesh.tensor, replicas(config)
+    found = []
+    for name, spec in flatten(Decoder(config.model, padded_vocabulary(config.model.vocabulary, t)).specs):
+        shape, cut = [], False
+        for size, axis in zip(spec.layer_shape, spec.layer_axes, strict=True):
+            fits = axis in SPLIT_BY_TENSOR and not (axis == "kv_heads" and size < t)
+            shape.append(size // t if fits else size)
+            cut |= fits
+        inside = bool({"heads", "kv_heads", "head_dim", "mlp"} & set(spec.layer_axes))
+        found.append(
+            Weight(
+                name=name,
+                shape=tuple(shape),
+                layers=spec.shape[0] if spec.stacked else 0,
+                partial=t > 1 and not cut and (inside or token_shards(config) > 1),
+                split=config.train.zero > 0 and n > 1 and any(size % n == 0 for size in shape),
+                on_tensor=t > 1 and cut,
+            )
+        )
+    return found
+
+
+def microbatch(config: Config) -> tuple[int, int]:
+    """(B, S) of one device."""
+    mesh, train = config.mesh, config.train
+    return train.batch // train.accumulation // (mesh.data * mesh.expert), config.data.sequence // mesh.seq
+
+
+def _itemsize(dtype: str) -> int:
+    return jnp.dtype(dtype).itemsize
+
+
+def _scalar_dtype(config: Config) -> str:
+    return "float64" if config.train.compute_dtype == "float64" else "float32"
+
+
+def _send(config: Config, what: str, kind: str, axes: tuple[str, ...], count: int, elements: int, dtype: str) -> list[Collective]:
+    """`count` collectives of `elements` each; none where the axes are one device."""
+    axes = tuple(axis for axis in AXES if axis in axes and getattr(config.mesh, axis) > 1)
+    group, payload = math.prod(getattr(config.mesh, axis) for axis in axes), count * elements * _itemsize(dtype)
+    return [Collective(kind, axes, group, count, ring_bytes(kind, group, payload), payload, dtype, False, what)] if axes and count else []
+
+
+def written_traffic(config: Config) -> list[Collective]:
+    """Every collective of one training step, in no particular order.
+
+    `element-wise` optimizers (adamw, lion, sgd) send nothing. XLA may move what a loop repeats unchanged out of it: ZeRO-3's gathers of
+    embedding, norm, head, first and last layer then happen once a step instead of once a microbatch.
+    """
+    found = [each for weight in weights(config) for each in [*_gathers(config, weight), *_reductions(config, weight)]]
+    return [*found, *_activations(config), *_loss(config), *_scalars(config)]
+
+
+def compiled_traffic(config: Config) -> list[Collective]:
+    """`written_traffic` and the sums of squares of each gradient over the axes that split it, which XLA derives from the shardings."""
+    dtype, each = config.train.master_dtype, weights(config)
+    over_tensor, over_replicas = sum(weight.on_tensor for weight in each), sum(weight.split for weight in each)
+    return [
+        *written_traffic(config),
+        *_send(config, "norm of the gradients", "all_reduce", (TENSOR,), over_tensor, 1, dtype),
+        *_send(config, "norm of the gradients", "all_reduce", REPLICA, over_replicas, 1, dtype),
+    ]
+
+
+def _gathers(config: Config, weight: Weight) -> list[Collective]:
+    """Weights made whole."""
+    train, a, layers = config.train, config.train.accumulation, weight.layers
+    if not weight.split:
+        return []
+
+    def gather(what: str, count: int, elements: int) -> list[Collective]:
+        return _send(config, f"weights, {what}", "all_gather", REPLICA, count, elements, train.compute_dtype)
+
+    if train.zero < 3:
+        return gather("once a step", 1, weight.total)
+    if not layers:
+        return gather("once a microbatch", a, weight.elements)
+    one_pass = [*gather("first layer of a pass", a, weight.elements), *gather("one layer ahead", a * layers, weight.elements)]
+    return 2 * one_pass  # forward and backward
+
+
+def _reductions(config: Config, weight: Weight) -> list[Collective]:
+    """Gradients made finished."""
+    train, a, layers = config.train, config.train.accumulation, weight.layers
+    tensor = (TENSOR,) if weight.partial else ()
+
+    def reduce(what: str, kind: str, axes: tuple[str, ...], count: int, elements: int) -> list[Collective]:
+        return _send(config, f"gradients, {what}", kind, axes, count, elements, train.reduce_dtype)
+
+    if not weight.split:
+        return reduce("once a step", "all_reduce", (*REPLICA, *tensor), 1, weight.total)
+    rest = reduce("rest over tensor", "all_reduce", tensor, 1, weight.total // replicas(config))
+    if train.zero == 1:
+        return [*reduce("once a step", "reduce_scatter", REPLICA, 1, weight.total), *rest]
+    if not layers:
+        return [*reduce("once a microbatch", "reduce_scatter", REPLICA, a, weight.elements), *rest]
+    late = reduce("one layer late", "reduce_scatter", REPLICA, a * layers, weight.elements)
+    return [*late, *reduce("last layer of a pass", "reduce_scatter", REPLICA, a, weight.elements), *rest]
+
+
+def _activations(config: Config) -> list[Collective]:
+    """Over `tensor`: a block enters and leaves twice, the embedding leaves, the loss enters. The transpose of each is the other."""
+    train, (b, s) = config.train, microbatch(config)
+    elements, again = b * s * config.model.width, SENT_AGAIN[train.remat]
+    parts, each = train.interleave, config.model.layers * train.accumulation
+    enters, leaves = ("all_gather", "reduce_scatter") if train.sequence_parallel else ("", "all_reduce")
+
+    def send(what: str, kind: str, count: int, parts: int = 1) -> list[Collective]:
+        sent = _send(config, f"activations, {what}", kind, (TENSOR,), count, elements // parts, train.compute_dtype)
+        return sent if kind else []  # without sequence parallelism every device has all tokens already
+
+    passes = [("forward", enters, 2), ("forward", leaves, 2), ("backward", leaves, 2), ("backward", enters, 2)]
+    passes += [("again", enters, again[0]), ("again", leaves, again[1])]
+    layers = [one for what, kind, times in passes for _ in range(times * parts) for one in send(f"layers, {what}", kind, each, parts)]
+    a = train.accumulation
+    embedding = [*send("embedding, forward", leaves, a), *send("embedding, backward", enters, a)]
+    return [*layers, *embedding, *send("head, forward", enters, a), *send("head, backward", leaves, a)]
+
+
+def _loss(config: Config) -> list[Collective]:
+    """Three scalars a token: the maximum, then the sum of exponentials and the label's logit together."""
+    train, (b, s) = config.train, microbatch(config)
+    chunk = min(train.loss_chunk, b * s)
+    count = train.accumulation * -(-b * s // chunk)
+    dtype = _scalar_dtype(config)
+    return [
+        *_send(config, "loss, maximum", "all_reduce", (TENSOR,), count, chunk, dtype),
+        *_send(config, "loss, sum and label", "all_reduce", (TENSOR,), count, 2 * chunk, dtype),
+    ]
+
+
+def _scalars(config: Config) -> list[Collective]:
+    """The number of labels, the cross entropy and the z-loss."""
+    dtype = _scalar_dtype(config)
+    labels = _send(config, "labels", "all_reduce", REPLICA, 1, 1, "int32")
+    return [*labels, *2 * _send(config, "sums of losses", "all_reduce", REPLICA, 1, 1, dtype)]
+
+
+def state_bytes(config: Config) -> int:
+    """Masters and the optimizer's state on one device, exact for adamw (two moments), lion and sgd (one), and four counters."""
+    moments = {"adamw": 2, "lion": 1, "sgd": 1}[config.optimizer.name]
+    elements = sum(weight.total // (replicas(config) if weight.split else 1) for weight in weights(config))
+    counters = {"adamw": 4, "lion": 4, "sgd": 3}[config.optimizer.name]  # step, skipped, the rule's if it counts, the schedule's
+    return (1 + moments) * elements * _itemsize(config.train.master_dtype) + 4 * counters
+
+
+def batch_bytes(config: Config) -> int:
+    """Tokens, labels, positions and segments of a step on one device; row numbers only where dropout reads them."""
+    (b, s), a = microbatch(config), config.train.accumulation
+    return 4 * a * b * (4 * s + (1 if config.model.dropout else 0))
+
+
+def weight_bytes(config: Config) -> int:
+    """Weights in the compute dtype that exist at once beside the masters: all of them, or under ZeRO-3 those outside the layers and two
+    layers (the one in use and the next). Nothing where masters are computed with as they are."""
+    train, each = config.train, weights(config)
+    if train.zero == 3:
+        each = [weight for weight in each if weight.split]
+        return _itemsize(train.compute_dtype) * sum(weight.elements * (min(weight.layers, 2) or 1) for weight in each)
+    made = [weight for weight in each if weight.split or train.compute_dtype != train.master_dtype]
+    return _itemsize(train.compute_dtype) * sum(weight.total for weight in made)
+
+
+def gradient_bytes(config: Config) -> int:
+    """Gradients in the master dtype at their peak: the buffer that microbatches add to, and beside it
+
+    ZeRO 0, 1   (buffer whole) what its reduction gives: whole, or this device's part
+    ZeRO 2, 3   (buffer split) what waits for its reduction: whole gradients of two layers and of what is outside the layers
+    """
+    n, buffer, beside = replicas(config), 0, 0
+    for weight in weights(config):
+        late = weight.split and config.train.zero >= 2
+        buffer += weight.total // n if late else weight.total
+        beside += weight.elements * (min(weight.layers, 2) or 1) if late else weight.total // (n if weight.split else 1)
+    return _itemsize(config.train.master_dtype) * (buffer + (beside if n > 1 else 0))
+
+
+def saved_bytes(config: Config) -> int | None:
+    """What the forward of one microbatch keeps for the backward, all layers. None for "none", which keeps whatever the backward reads.
+
+    block       the block's input
+    attention   and attention's output and log-sum-exp
+    outputs     and what weight matmuls give: query, key, value, attention's projection, gate and up
+    matmuls     and what they multiply: both norms' outputs, the MLP's product; and both norms' inputs, normalised
+    """
+    model, train, t, (b, s) = config.model, config.train, config.mesh.tensor, microbatch(config)
+    tokens, size, wide = b * s, _itemsize(train.compute_dtype), _itemsize(_scalar_dtype(config))
+    between = tokens * model.width // token_shards(config)
+    heads, kv_heads, hidden = model.heads // t, max(model.kv_heads // t, 1), model.mlp_width // t
+    attention = size * tokens * heads * model.head_width + wide * tokens * heads
+    outputs = size * tokens * ((heads + 2 * kv_heads) * model.head_width + model.width + 2 * hidden)
+    inputs = size * (2 * between + tokens * hidden) + wide * 2 * between
+    kept = {"block": 0, "attention": attention, "outputs": attention + outputs, "matmuls": attention + outputs + inputs}
+    return model.layers * (size * between + kept[train.remat]) if train.remat in kept else None
