@@ -142,7 +142,8 @@ class ModelConfig:
 class DataConfig:
     """Token source. `embedded` is the language reference inside every CPython, `text` a file or folder of .txt, `jsonl` one document a
     line in `field`, `tokens` a folder written by `jaxpar tokenize` (memory-mapped). `tokenizer` is a Hugging Face tokenizer.json; without
-    it a byte-level BPE of `vocabulary` entries is trained on the corpus."""
+    it a byte-level BPE of `vocabulary` entries is trained on the corpus. `documents` packed into a row are `isolated` (attention and positions
+    end with each) or `joined` (a row is one text; cuDNN attention on GPUs needs this, for its masks know no documents)."""
 
     source: str = "embedded"
     path: str | None = None
@@ -150,10 +151,12 @@ class DataConfig:
     sequence: int = 128
     tokenizer: str | None = None
     vocabulary: int = 2048
+    documents: str = "isolated"
     shuffle: bool = True
     seed: int = 0
 
     def __post_init__(self) -> None:
+        one_of("data.documents", self.documents, ("isolated", "joined"))
         one_of("data.source", self.source, ("embedded", "text", "jsonl", "tokens"))
         require(self.source == "embedded" or self.path is not None, f"data.path: source {self.source} needs a path")
         require(self.sequence >= 2, f"data.sequence: {self.sequence} must be at least 2 tokens")

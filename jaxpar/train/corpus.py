@@ -17,7 +17,7 @@ import os
 import pydoc_data.topics
 import shutil
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import BinaryIO
 
@@ -39,6 +39,10 @@ class Tokens:
     offsets: np.ndarray
     vocabulary: int
     origin: str = "corpus"
+
+    def joined(self) -> Tokens:
+        """The same stream as a single document."""
+        return replace(self, offsets=self.offsets[[0, -1]])
 
 
 def documents(data: DataConfig) -> Iterator[str]:

@@ -136,9 +136,10 @@ class Gradients:
     def context(self, key: jax.Array, batch: dict[str, jax.Array]) -> Context:
         """What blocks read beside weights and activations, of one microbatch [sequence, token]."""
         model = self.config.model
+        names = ("positions", "rows") if self.config.data.documents == "joined" else ("positions", "segments", "rows")
         windows = [model.windows[i % len(model.windows)] for i in range(model.layers)]
         return Context(
-            batch={name: batch[name] for name in ("positions", "segments", "rows")},
+            batch={name: batch[name] for name in names},
             shared={"dropout": key} if model.dropout else {},
             layer={"index": jnp.arange(model.layers, dtype=jnp.int32), "window": jnp.asarray(windows, jnp.int32)},
         )

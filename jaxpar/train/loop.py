@@ -109,7 +109,7 @@ def _first_state(training: Training, checkpoints: Checkpoints | None, resolved: 
 
 # A run that goes on must read the data it would have read; these fields decide which that is.
 POSITION = {
-    "data": ("seed", "shuffle", "sequence", "source", "path", "field", "tokenizer", "vocabulary"),
+    "data": ("seed", "shuffle", "sequence", "source", "path", "field", "tokenizer", "vocabulary", "documents"),
     "train": ("batch",),
 }
 

@@ -32,7 +32,7 @@ MODEL = ModelConfig(
 SEQUENCE, BATCH = 16, 16
 
 
-def config(data=1, tensor=1, *, model=MODEL, optimizer=None, steps=20, **train):
+def config(data=1, tensor=1, *, model=MODEL, optimizer=None, steps=20, data_documents="isolated", **train):
     settings = {
         "batch": BATCH,
         "compute_dtype": "float64",
@@ -44,7 +44,7 @@ def config(data=1, tensor=1, *, model=MODEL, optimizer=None, steps=20, **train):
     return Config(
         model=model,
         mesh=MeshShape(data=data, tensor=tensor),
-        data=DataConfig(sequence=SEQUENCE, vocabulary=model.vocabulary),
+        data=DataConfig(sequence=SEQUENCE, vocabulary=model.vocabulary, documents=data_documents),
         optimizer=optimizer or OptimizerConfig(learning_rate=1e-2, clip=0.5),
         train=TrainConfig(steps=steps, **{**settings, "zero": 0, **train}),
     )

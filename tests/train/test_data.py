@@ -204,3 +204,12 @@ def test_open_data_every_source(tmp_path):
     embedded, _ = open_data(DataConfig())
     assert embedded.vocabulary == 2048 and len(embedded.stream_T) > 50_000
     assert open_data(DataConfig(sequence=64))[0] is embedded, "tokenized once a process"
+
+
+def test_joined_documents_are_one_text():
+    """Positions run on over document ends, every next token is a label, and nothing but the last row's padding is apart."""
+    tokens = stream([3, 1, 9]).joined()
+    rows = Rows(tokens, 4, VOCABULARY)
+    read = [rows[i] for i in range(len(rows))]
+    assert np.array_equal(np.concatenate([r["labels"] for r in read])[:12], tokens.stream_T[1:])
+    assert all(np.array_equal(r["positions"], np.arange(4)) and (r["segments"] == 1).all() for r in read[:3])

@@ -123,6 +123,13 @@ def test_z_loss_is_part_of_the_gradient():
     assert runs.gap(runs.gradients(runs.config(z_loss=0.1))[1], runs.gradients(runs.config())[1])[0] > 1e-3
 
 
+def test_joined_documents():
+    """Rows as one text: without segments the step attends over a whole row, which changes the loss, and still equals one device."""
+    joined = {"data_documents": "joined"}
+    compare(runs.config(data=2, tensor=2, zero=1, **joined), runs.config(**joined))
+    assert runs.gap(runs.gradients(runs.config(**joined))[1], runs.gradients(runs.config())[1])[0] > 1e-3
+
+
 # What each column would get wrong, as a change of the reference that the comparison must notice.
 BROKEN = {
     "data": lambda g: jax.tree.map(lambda a: a / 2, g),
