@@ -142,8 +142,8 @@ class ModelConfig:
 class DataConfig:
     """Token source. `embedded` is the language reference inside every CPython, `text` a file or folder of .txt, `jsonl` one document a
     line in `field`, `tokens` a folder written by `jaxpar tokenize` (memory-mapped). `tokenizer` is a Hugging Face tokenizer.json; without
-    it a byte-level BPE of `vocabulary` entries is trained on the corpus. `documents` packed into a row are `isolated` (attention and positions
-    end with each) or `joined` (a row is one text; cuDNN attention on GPUs needs this, for its masks know no documents)."""
+    it a byte-level BPE of `vocabulary` entries is trained on the corpus. `documents` packed into a row are `isolated` (attention and
+    positions end with each) or `joined` (a row is one text; cuDNN attention on GPUs needs this, for its masks know no documents)."""
 
     source: str = "embedded"
     path: str | None = None

@@ -35,24 +35,39 @@ def policy(name: str) -> Policy:
     return POLICIES[name]
 
 
+# Sums over devices of what each holds a part of.
+REDUCTIONS = frozenset(("psum", "psum_invariant", "reduce_scatter"))
+
+
 def kept(keep: Policy, ops: list[Op], early: set[Value], late: set[Value], weights: set[Value], weight_inputs: set[Value]) -> set[Value]:
     """The forward values that `keep` chooses, re-typings and all-gathers looked through.
 
-    `early` values depend on the block's input, `late` ones on the output gradient, `weights` on parameters alone; W multiplies
-    `weight_inputs`.
+    `early` values depend on the block's input, `late` ones on the output gradient, `weights` on parameters alone; W's matmuls read
+    `weight_inputs`. What the gradient of a norm's weight reads is not among them: float32, and cheap to compute again.
     """
+    readers: dict[Value, list[Op]] = {}
+    for op in ops:
+        for v in values_of(op.inputs):
+            readers.setdefault(v, []).append(op)
     chosen: set[Value] = set()
     for op in ops:
         if keep.everything and set(op.outputs) & late:
             chosen |= values_of(op.inputs)
         if keep.matmuls and weight_matmuls(op, weights):
-            chosen |= set(op.outputs)
+            chosen |= {_reduced(v, readers) for v in op.outputs}
         if op.name == "name" and op.eqn is not None and op.eqn.params["name"] in keep.names:
             chosen |= set(op.outputs)
     if keep.weight_inputs:
         chosen |= weight_inputs
     maker = {v: op for op in ops for v in op.outputs}
     return {root(v, maker, early, through_gathers=not keep.everything) for v in chosen & early}
+
+
+def _reduced(value: Value, readers: dict[Value, list[Op]]) -> Value:
+    """What a reduction makes of `value`, where nothing else reads it: no larger, and the backward need not send it again."""
+    read = readers.get(value, [])
+    alone = len(read) == 1 and read[0].name in REDUCTIONS and len(read[0].outputs) == 1
+    return read[0].outputs[0] if alone else value
 
 
 def root(value: Value, maker: dict[Value, Op], early: set[Value], through_gathers: bool) -> Value:

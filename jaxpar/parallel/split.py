@@ -89,16 +89,17 @@ def cut(block: Block, params: Tree, x: Any, context: Tree, keep: Policy, *, fuse
     weights = reached(ops, joint.params) - early - late
 
     in_b = made(needed(ops, [joint.dx])[0]) & late
-    only_w = [op for op in ops if set(op.outputs) & late and not set(op.outputs) <= in_b]
-    weight_inputs = {v for op in needed(only_w, joint.dparams)[0] for v in values_of(op.inputs)} & early
-    chosen = kept(keep, ops, early, late, weights, weight_inputs) | {joint.x}
+    only_w, _ = needed([op for op in ops if set(op.outputs) & late and not set(op.outputs) <= in_b], joint.dparams)
+    weight_inputs = {v for op in only_w for v in values_of(op.inputs)} & early
+    multiplied = {v for op in only_w if count([op], "dot_general") for v in values_of(op.inputs)}
+    chosen = kept(keep, ops, early, late, weights, multiplied) | {joint.x}
     remaining = [op for op in ops if not set(op.outputs) <= chosen]
 
     # Made wherever they are read: what depends on parameters or context alone, and re-typings of kept values.
     maker = {v: op for op in ops for v in op.outputs}
     views = {v for v in made(remaining) & early if root(v, maker, early, through_gathers=True) in chosen}
     anywhere = made(remaining) - early - late | views
-    again = weight_inputs - chosen - anywhere  # what W multiplies and nobody kept: B computes it again, or W would read weights
+    again = weight_inputs - chosen - anywhere  # what W reads and nobody kept: B computes it again, or W would read weights
     started = made(needed(remaining, [joint.dx, *again], chosen)[0])
     by_b = {v for op in remaining if set(op.outputs) & started for v in op.outputs}  # a loop that B runs can stack up more for W
     handed = ({*cotangents} | by_b) - anywhere

@@ -37,7 +37,7 @@ from jaxpar.params import flatten, padded_vocabulary
 from jaxpar.plan.traffic import Collective, ring_bytes
 
 # How often the backward of a layer sends again what its forward sent, to compute values that the policy did not keep: (enter, leave).
-SENT_AGAIN = {"none": (0, 0), "matmuls": (2, 1), "outputs": (2, 1), "attention": (2, 1), "block": (2, 1)}
+SENT_AGAIN = {"none": (0, 0), "matmuls": (2, 0), "outputs": (2, 0), "attention": (2, 1), "block": (2, 1)}
 
 # Logical axes that `tensor` splits; "kv_heads" only where there are enough.
 SPLIT_BY_TENSOR = frozenset(("heads", "kv_heads", "mlp", "vocabulary"))
@@ -266,14 +266,14 @@ def saved_bytes(config: Config) -> int | None:
     block       the block's input
     attention   and attention's output and log-sum-exp
     outputs     and what weight matmuls give: query, key, value, attention's projection, gate and up
-    matmuls     and what they multiply: both norms' outputs, the MLP's product; and both norms' inputs, normalised
+    matmuls     and what they multiply: both norms' outputs, the MLP's product
     """
     model, train, t, (b, s) = config.model, config.train, config.mesh.tensor, microbatch(config)
     tokens, size, wide = b * s, _itemsize(train.compute_dtype), _itemsize(_scalar_dtype(config))
     between = tokens * model.width // token_shards(config)
     heads, kv_heads, hidden = model.heads // t, max(model.kv_heads // t, 1), model.mlp_width // t
     attention = size * tokens * heads * model.head_width + wide * tokens * heads
-    outputs = size * tokens * ((heads + 2 * kv_heads) * model.head_width + model.width + 2 * hidden)
-    inputs = size * (2 * between + tokens * hidden) + wide * 2 * between
+    outputs = size * tokens * ((heads + 2 * kv_heads) * model.head_width + 2 * hidden) + size * between
+    inputs = size * (2 * between + tokens * hidden)
     kept = {"block": 0, "attention": attention, "outputs": attention + outputs, "matmuls": attention + outputs + inputs}
     return model.layers * (size * between + kept[train.remat]) if train.remat in kept else None

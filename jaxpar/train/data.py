@@ -38,7 +38,8 @@ Batch = dict[str, np.ndarray]
 def open_data(data: DataConfig) -> tuple[Tokens, Tokenizer | None]:
     """The token stream of `data.source` and the tokenizer that made it (None for a token folder that has none beside it).
 
-    With `data.documents` "joined" the stream counts as one document. Text is tokenized here, whole, in memory; token folders stay on disk. Raises ValueError as `corpus` and `tokenizer` do.
+    With `data.documents` "joined" the stream counts as one document.
+    Text is tokenized here, whole, in memory; token folders stay on disk. Raises ValueError as `corpus` and `tokenizer` do.
     """
     tokens, tokenizer = _read(data)
     return (tokens.joined() if data.documents == "joined" else tokens), tokenizer
