@@ -107,11 +107,11 @@ def _generate(args: argparse.Namespace) -> int:
 
 
 def _params(args: argparse.Namespace) -> int:
-    from jaxpar.models.decoder import Decoder
+    from jaxpar.models.decoder import declared
 
     config = configfile.load(args.run, args.overrides)
     rules.check_run(config, config.mesh.devices)
-    specs = Decoder(config.model, params.padded_vocabulary(config.model.vocabulary, config.mesh.tensor)).specs
+    specs = declared(config.model, config.mesh.tensor)
     sizes = {axis: getattr(config.mesh, axis) for axis in rules.AXES}
     partitions = params.partition_specs(specs, rules.Rules(sizes, rules.DENSE))
     placements = params.zero_placements(specs, partitions, sizes) if config.train.zero else params.map_leaves(lambda path, _: None, specs)

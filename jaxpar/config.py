@@ -28,6 +28,10 @@ def one_of(name: str, value: object, choices: tuple[object, ...]) -> None:
     require(value in choices, f"{name}: {value!r} is not one of {', '.join(map(str, choices))}")
 
 
+# Recomputation policies, the most kept first; `jaxpar/parallel/remat.py` says what each keeps.
+REMAT = ("none", "matmuls", "outputs", "attention", "block")
+
+
 @dataclass(frozen=True, kw_only=True)
 class MeshShape:
     """Devices along each axis; their product is the number of devices."""
@@ -51,6 +55,7 @@ class MeshShape:
 class RopeConfig:
     """Rotary position embedding, half-split layout. Lengths are in tokens.
 
+    `factor` must be given for every scaled type (0, the default, means absent) and is 1 for `default`.
     `static_length` is the length that `dynamic` scaling assumes: torch makes it depend on the batch and on history, a program cannot.
     `attention_factor` None means the factor that YaRN's paper derives from `factor` and `mscale`.
     """
@@ -58,7 +63,7 @@ class RopeConfig:
     type: str = "default"
     theta: float = 10_000.0
     fraction: float = 1.0
-    factor: float = 1.0
+    factor: float = 0.0
     original_length: int | None = None
     static_length: int | None = None
     low_frequency_factor: float = 1.0
@@ -74,6 +79,9 @@ class RopeConfig:
         one_of("model.rope.type", self.type, ("default", "linear", "dynamic", "llama3", "yarn"))
         require(self.theta > 0, f"model.rope.theta: {self.theta} must be positive")
         require(0 < self.fraction <= 1, f"model.rope.fraction: {self.fraction} must be in (0, 1]")
+        if self.factor == 0:
+            require(self.type == "default", f"model.rope.factor: {self.type} rope needs the factor it scales by")
+            object.__setattr__(self, "factor", 1.0)
         require(self.factor >= 1, f"model.rope.factor: {self.factor} must be at least 1")
         for name in ("original_length", "static_length"):
             length = getattr(self, name)
@@ -82,6 +90,15 @@ class RopeConfig:
             require(self.original_length is not None, f"model.rope.original_length: {self.type} rope needs the trained length")
         if self.type == "dynamic":
             require(self.static_length is not None, "model.rope.static_length: dynamic rope needs the length to assume, in tokens")
+        low, high = self.low_frequency_factor, self.high_frequency_factor
+        require(self.type != "llama3" or high > low, f"model.rope.high_frequency_factor: {high} must exceed low_frequency_factor {low}")
+
+    @property
+    def reach(self) -> int | None:
+        """Tokens that a rope with a declared length is scaled for; None where it declares none."""
+        if self.type == "dynamic":
+            return self.static_length
+        return None if self.original_length is None else round(self.original_length * self.factor)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,6 +142,12 @@ class ModelConfig:
             object.__setattr__(self, "head_width", self.width // self.heads)
         require(self.head_width >= 0, f"model.head_width: {self.head_width} must be positive, or 0 for width / heads")
         require(self.head_width % 2 == 0, f"model.head_width: {self.head_width} must be even for rope")
+        rotated, least = self.head_width * self.rope.fraction, 4 if self.rope.type == "dynamic" else 2
+        require(
+            rotated % 2 == 0 and rotated >= least,
+            f"model.rope.fraction: {self.rope.fraction} of head width {self.head_width} rotates {rotated:g} features; "
+            f"it must be an even number of at least {least}",
+        )
         one_of("model.activation", self.activation, ("silu", "gelu_tanh"))
         require(self.norm_eps > 0, f"model.norm_eps: {self.norm_eps} must be positive")
         require(self.init_std >= 0, f"model.init_std: {self.init_std} must not be negative")
@@ -136,6 +159,11 @@ class ModelConfig:
         for name in ("score_softcap", "logit_softcap"):
             cap = getattr(self, name)
             require(cap is None or cap > 0, f"model.{name}: {cap} must be positive, or absent")
+
+    @property
+    def layer_windows(self) -> tuple[int, ...]:
+        """The attention window of each of the layers."""
+        return tuple(self.windows[layer % len(self.windows)] for layer in range(self.layers))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,6 +233,7 @@ class TrainConfig:
 
     `zero` 0 replicates, 1 shards optimizer state and masters, 2 also gradients, 3 also parameters. `remat` names a policy of
     `jaxpar/parallel/remat.py`. `interleave` cuts the local batch of a microbatch in that many parts inside one layer body.
+    `matmul_precision` is JAX's: with float32 compute, GPUs multiply in TF32 unless it is `highest`.
     `loss_chunk` is the tokens whose logits exist at once, `attention_block` the queries and keys of one attention tile.
     `cpu_devices` is how many devices to simulate where JAX runs on CPU, over all processes; absent, or where XLA_FLAGS says how many,
     nothing is changed.
@@ -220,6 +249,7 @@ class TrainConfig:
     compute_dtype: str = "bfloat16"
     master_dtype: str = "float32"
     reduce_dtype: str = "float32"
+    matmul_precision: str = "default"
     attention: str = "auto"
     attention_block: int = 512
     loss_chunk: int = 1024
@@ -233,6 +263,8 @@ class TrainConfig:
         one_of("train.zero", self.zero, (0, 1, 2, 3))
         for name in ("compute_dtype", "master_dtype", "reduce_dtype"):
             one_of(f"train.{name}", getattr(self, name), ("bfloat16", "float32", "float64"))
+        one_of("train.remat", self.remat, REMAT)
+        one_of("train.matmul_precision", self.matmul_precision, ("default", "high", "highest"))
         one_of("train.attention", self.attention, ("auto", "blockwise", "cudnn"))
         require(0 <= self.seed < 2**32, f"train.seed: {self.seed} must be in 0 to 2^32 - 1")
         require(self.cpu_devices is None or self.cpu_devices >= 1, f"train.cpu_devices: {self.cpu_devices} must be at least 1, or absent")

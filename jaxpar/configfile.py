@@ -25,7 +25,7 @@ import yaml
 
 from jaxpar.config import Config, MeshShape, ModelConfig
 
-PRESETS = Path(__file__).parent.parent / "configs" / "models"
+PRESETS = Path(__file__).parent / "presets"  # configs/models, which the wheel holds too
 
 Raw = dict[str, Any]
 
@@ -126,7 +126,7 @@ def _preset(name: Any, folder: Path) -> Raw:
         if path == Path():
             known = sorted({file.stem for place in folders for file in place.glob("*.yaml")})
             near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-            hint = f"the nearest is {near[0]}" if near else f"there are {', '.join(known)}"
+            hint = f"the nearest is {near[0]}" if near else f"there are {', '.join(known) or 'none'}"
             raise ValueError(f"model.preset: no {name}.yaml in {folders[0]}; {hint}")
     raw = _read(path)
     try:

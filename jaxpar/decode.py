@@ -23,14 +23,14 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxpar.config import Config, require
 from jaxpar.mesh import BATCH, DATA, TENSOR
-from jaxpar.models.decoder import Decoder, DecoderFunctions, cache_shape, decoder_functions
+from jaxpar.models.decoder import DecoderFunctions, cache_shape, declared, decoder_functions
 from jaxpar.models.options import Options
 from jaxpar.parallel import sampling
 from jaxpar.parallel.collectives import all_reduce_max, vary
 from jaxpar.parallel.sequence import Replicated
 from jaxpar.parallel.stack import Context
 from jaxpar.parallel.tensor import check_heads
-from jaxpar.params import Parameter, Tree, map_leaves, padded_vocabulary, partition_specs, shardings
+from jaxpar.params import Parameter, Tree, map_leaves, partition_specs, shardings
 from jaxpar.rules import DENSE, Rules
 
 SHORTEST = 16  # of prompt and cache; below that programs are cheap and need not be many
@@ -185,8 +185,7 @@ class Generator:
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """Embedding and layers on new tokens: (x[B, S, D], cache). The cache is carried whole, so that a loop updates it in place."""
         model = self.config.model
-        windows = [model.windows[layer % len(model.windows)] for layer in range(model.layers)]
-        flags = {"index": jnp.arange(model.layers, dtype=jnp.int32), "window": jnp.asarray(windows, jnp.int32)}
+        flags = {"index": jnp.arange(model.layers, dtype=jnp.int32), "window": jnp.asarray(model.layer_windows, jnp.int32)}
         batch = {"positions": positions_BS, "segments": segments_BS}
 
         def layer(carry: Any, part: Any) -> tuple[Any, None]:
@@ -240,7 +239,7 @@ def parameter_places(config: Config, mesh: Mesh) -> tuple[Tree, Tree]:
     for axis, size in sizes.items():
         require(size == 1 or axis in (DATA, TENSOR), f"mesh.{axis}: {size} must be 1: generation splits over {DATA} and {TENSOR} only")
     check_heads(model.heads, model.kv_heads, sizes[TENSOR])
-    specs = Decoder(model, padded_vocabulary(model.vocabulary, sizes[TENSOR])).specs
+    specs = declared(model, sizes[TENSOR])
     return specs, partition_specs(specs, Rules(sizes, DENSE))
 
 

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxpar import configfile
-from jaxpar.config import Config, MeshShape, RopeConfig, require
+from jaxpar.config import Config, MeshShape, require
 from jaxpar.decode import Generator, build_generator, check_choice, parameter_places
 from jaxpar.mesh import TENSOR, make_mesh
 from jaxpar.params import Parameter, Tree, map_leaves
@@ -112,20 +112,13 @@ def text(
     ids = [tokenizer.encode(prompt) for prompt in prompts]
     for prompt, encoded in zip(prompts, ids):
         require(len(encoded) > 0, f"prompt: {prompt!r} holds no token; give some text")
-    reach, longest = _rope_reach(generator.config.model.rope), max(map(len, ids), default=0) + tokens
+    reach, longest = generator.config.model.rope.reach, max(map(len, ids), default=0) + tokens
     if reach is not None and longest > reach:
         warnings.warn(
             f"tokens: prompt and continuation may take {longest} tokens, past the {reach} that model.rope is scaled for", stacklevel=2
         )
     found = generator.generate(ids, tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, end=tokenizer.end)
     return [_continuation(tokenizer, encoded, new) for encoded, new in zip(ids, found)]
-
-
-def _rope_reach(rope: RopeConfig) -> int | None:
-    """Tokens that a rope with a declared length is scaled for."""
-    if rope.type == "dynamic":
-        return rope.static_length
-    return None if rope.original_length is None else round(rope.original_length * rope.factor)
 
 
 def _continuation(tokenizer: Tokenizer, prompt: list[int], new: list[int]) -> str:

@@ -259,7 +259,7 @@ def _check_sequence(config: Config) -> None:
         raise ValueError(
             f"data.sequence: {length} tokens do not divide over {axes} {shards}; lengths that work: {_multiples(length, shards)}{other}"
         )
-    reach = rope.static_length if rope.type == "dynamic" else rope.original_length and round(rope.original_length * rope.factor)
+    reach = rope.reach
     if reach is not None and length > reach:
         warnings.warn(f"data.sequence: {length} tokens reach past the {reach} that model.rope ({rope.type}) is scaled for", stacklevel=3)
 

@@ -59,6 +59,10 @@ def refused(folder, path, capsys, *sets):
         (["data.source=text", "data.vocabulary=62"], "data.vocabulary: a tokenizer of 62 entries exceeds model.vocabulary 61"),
         (["data.source=text", "data.vocabulary=61"], "data.vocabulary: 61 must be at least 257"),
         (["data.seed=-1"], "data.seed: -1 must be in 0 to 2^32 - 1"),
+        (["train.remat=foo"], "train.remat: 'foo' is not one of none, matmuls, outputs, attention, block"),
+        (["train.attention=cudnn"], "train.attention"),
+        (["model.rope.fraction=0.2"], "model.rope.fraction: 0.2 of head width"),
+        (["model.rope.type=llama3", "model.rope.original_length=64"], "model.rope.factor: llama3 rope needs the factor it scales by"),
     ],
 )
 def test_a_wrong_value(tmp_path, data, capsys, sets, message):

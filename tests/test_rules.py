@@ -209,7 +209,7 @@ def test_float64_needs_64_bit_types():
     "rope",
     [
         RopeConfig(type="llama3", factor=2, original_length=32),
-        RopeConfig(type="dynamic", original_length=256, static_length=64),
+        RopeConfig(type="dynamic", factor=1.0, original_length=256, static_length=64),
     ],
 )
 def test_a_sequence_past_rope_is_a_warning(rope):

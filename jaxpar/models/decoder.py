@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import jax
 from flax import nnx
@@ -22,7 +22,7 @@ from jaxpar.models.options import Options
 from jaxpar.models.parameter import stacked, table
 from jaxpar.parallel import vocabulary
 from jaxpar.parallel.sequence import Boundary, Replicated
-from jaxpar.params import Tree, bind, collect
+from jaxpar.params import Tree, bind, collect, padded_vocabulary
 
 if TYPE_CHECKING:
     from jaxpar.parallel.stack import Context
@@ -52,6 +52,11 @@ class Decoder(nnx.Module):
     def specs(self) -> Tree:
         """Nested dict of `params.Parameter`."""
         return collect(self)
+
+
+def declared(config: ModelConfig, tensor: int) -> Tree:
+    """The parameters of a model whose vocabulary `tensor` devices split: nested dict of `params.Parameter`."""
+    return Decoder(config, padded_vocabulary(config.vocabulary, tensor)).specs
 
 
 @dataclass(frozen=True)
@@ -89,6 +94,17 @@ class DecoderFunctions:
             softcap=self.config.logit_softcap,
         )
         return vocabulary.loss(self.normed(params, x_BSD), self.head_table(params), labels_BS, settings)
+
+    # Names of the metrics that `auxiliary` returns.
+    auxiliary_metrics: ClassVar[tuple[str, ...]] = ()
+
+    def auxiliary(self, aux: Tree, sequences: int) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """The model's own loss on what its blocks returned as aux, stacked over layers: (this device's and microbatch's share, metrics).
+
+        Shares are added up over devices and microbatches of a step, which has `sequences` in all. Called only where blocks return
+        something; this family's return nothing.
+        """
+        raise AssertionError("a family whose blocks return aux says what its loss on it is")
 
     def logits(self, params: Tree, x_BSD: jax.Array) -> jax.Array:
         """Final norm and head: this device's logits [B, S, V_tensor], float32 or wider, soft cap applied, padding -inf. Sends one

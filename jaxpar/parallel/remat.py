@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from jaxpar.config import REMAT
 from jaxpar.parallel.joint import weight_matmuls
 from jaxpar.parallel.operations import VIEWS, Op, Value, values_of
 
@@ -26,6 +27,9 @@ POLICIES = {
     "attention": Policy(names=_ATTENTION),
     "block": Policy(),
 }
+
+
+assert tuple(POLICIES) == REMAT
 
 
 def policy(name: str) -> Policy:

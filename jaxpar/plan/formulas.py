@@ -32,8 +32,8 @@ import jax.numpy as jnp
 
 from jaxpar.config import Config
 from jaxpar.mesh import AXES, REPLICA, TENSOR
-from jaxpar.models.decoder import Decoder
-from jaxpar.params import flatten, padded_vocabulary
+from jaxpar.models.decoder import declared
+from jaxpar.params import flatten
 from jaxpar.plan.traffic import Collective, ring_bytes
 
 # How often the backward of a layer sends again what its forward sent, to compute values that the policy did not keep: (enter, leave).
@@ -85,7 +85,7 @@ def weights(config: Config) -> list[Weight]:
     """Every parameter of the model on one device."""
     t, n = config.mesh.tensor, replicas(config)
     found = []
-    for name, spec in flatten(Decoder(config.model, padded_vocabulary(config.model.vocabulary, t)).specs):
+    for name, spec in flatten(declared(config.model, t)):
         shape, cut = [], False
         for size, axis in zip(spec.layer_shape, spec.layer_axes, strict=True):
             fits = axis in SPLIT_BY_TENSOR and not (axis == "kv_heads" and size < t)

@@ -6,6 +6,7 @@ microbatches run one after another and add to one buffer, what is still a partia
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -18,12 +19,12 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jaxpar.config import Config
 from jaxpar.mesh import BATCH, REPLICA, SEQ
-from jaxpar.models.decoder import Decoder, DecoderFunctions, decoder_functions
+from jaxpar.models.decoder import DecoderFunctions, declared, decoder_functions
 from jaxpar.models.options import train_options
-from jaxpar.parallel import collectives, remat, zero
+from jaxpar.parallel import collectives, joint, remat, zero
 from jaxpar.parallel.sequence import boundary
 from jaxpar.parallel.stack import Context, LayerStack
-from jaxpar.params import Tree, padded_vocabulary
+from jaxpar.params import Tree
 from jaxpar.rules import DENSE, Rules
 
 # ids, labels, positions and segments are [microbatch, sequence, token]; rows, a sequence's number in its step, [microbatch, sequence].
@@ -50,17 +51,20 @@ class Gradients:
         """Masters at home, a global batch, the step's number -> metrics and gradients at home, in the master dtype.
 
         The loss is the sum of token losses over the number of labels in the whole batch, over all microbatches and devices.
-        metrics: `loss` (cross entropy, mean), `z_loss` (mean), `tokens` (labels counted), all replicated scalars.
+        metrics: `loss` (cross entropy, mean), `z_loss` (mean), `tokens` (labels counted) and the model's own, all replicated.
         """
         homes = jax.tree.map(lambda place: place.home, self.places)
         replicated = PartitionSpec()
+        names = ("loss", "z_loss", "tokens", *self.functions.auxiliary_metrics)
         program = jax.shard_map(
             self.local,
             mesh=self.mesh,
             in_specs=(homes, BATCH_SPECS, replicated),
-            out_specs=({"loss": replicated, "z_loss": replicated, "tokens": replicated}, homes),
+            out_specs=(dict.fromkeys(names, replicated), homes),
         )
-        return program(params, batch, step)
+        precision = self.config.train.matmul_precision
+        with jax.default_matmul_precision(precision) if precision != "default" else contextlib.nullcontext():
+            return program(params, batch, step)
 
     def local(self, params: Tree, batch: dict[str, jax.Array], step: jax.Array) -> tuple[Metrics, Tree]:
         """The program of one device, on local shards."""
@@ -90,7 +94,7 @@ class Gradients:
         if train.zero == 1:
             grads = zero.scatter(grads, self.places, reduction)
         grads = jax.tree.map(lambda g: g.astype(master), zero.finish(grads, self.places, reduction))
-        sums = jax.tree.map(lambda s: collectives.all_reduce(s, REPLICA) * scale, sums)
+        sums = jax.tree.map(lambda s: collectives.all_reduce(s, tuple(sorted(collectives.varying(s)))), sums)
         return {**sums, "tokens": tokens}, grads
 
     def microbatch(
@@ -109,10 +113,11 @@ class Gradients:
         stack, context = self.stack(), self.context(key, batch)
 
         x, embed_backward = jax.vjp(lambda p: self.functions.embed(p, batch["ids"], context), outer)
-        y, saved, _ = stack.forward(layers, x, context)
+        y, saved, aux_layers = stack.forward(layers, x, context)
+        daux, auxiliary = self.auxiliary(aux_layers)
         loss, loss_backward, aux = jax.vjp(lambda p, y: self.functions.loss(p, y, batch["labels"]), outer, y, has_aux=True)
         d_loss, dy = loss_backward(collectives.vary_like(scale.astype(loss.dtype), loss))
-        dx, d_layers = stack.backward(layers, saved, dy, [], grads and grads["layers"])
+        dx, d_layers = stack.backward(layers, saved, dy, daux, grads and grads["layers"])
         (d_embed,) = embed_backward(dx)
 
         d_outer = jax.tree.map(lambda a, b: a.astype(master) + b.astype(master), d_loss, d_embed)
@@ -122,7 +127,28 @@ class Gradients:
         if grads is not None:
             d_outer = jax.tree.map(jnp.add, {name: grads[name] for name in d_outer}, d_outer)
         d_layers = jax.tree.map(lambda g: g.astype(master), d_layers)
-        return {"loss": aux["cross_entropy"], "z_loss": aux["z_loss"]}, {**d_outer, "layers": d_layers}
+        sums = {"loss": aux["cross_entropy"] * scale, "z_loss": aux["z_loss"] * scale, **auxiliary}
+        return sums, {**d_outer, "layers": d_layers}
+
+    def auxiliary(self, aux: Tree) -> tuple[list[jax.Array], Metrics]:
+        """The model's own loss on what its blocks returned beside their outputs: gradients of its floating-point leaves, and its metrics.
+
+        Nothing for a model whose blocks return nothing.
+        """
+        leaves, tree = jax.tree.flatten(aux)
+        places = [n for n, leaf in enumerate(leaves) if joint.is_differentiable(leaf)]
+        if not leaves:
+            return [], {}
+
+        def loss(floats: list[jax.Array]) -> tuple[jax.Array, Metrics]:
+            whole = list(leaves)
+            for n, leaf in zip(places, floats, strict=True):
+                whole[n] = leaf
+            return self.functions.auxiliary(tree.unflatten(whole), self.config.train.batch)
+
+        value, backward, metrics = jax.vjp(loss, [leaves[n] for n in places], has_aux=True)
+        (daux,) = backward(collectives.vary_like(jnp.ones_like(value), value))
+        return daux, metrics
 
     def stack(self) -> LayerStack:
         """The layer stack with this run's remat policy, interleaving and ZeRO."""
@@ -137,18 +163,17 @@ class Gradients:
         """What blocks read beside weights and activations, of one microbatch [sequence, token]."""
         model = self.config.model
         names = ("positions", "rows") if self.config.data.documents == "joined" else ("positions", "segments", "rows")
-        windows = [model.windows[i % len(model.windows)] for i in range(model.layers)]
         return Context(
             batch={name: batch[name] for name in names},
             shared={"dropout": key} if model.dropout else {},
-            layer={"index": jnp.arange(model.layers, dtype=jnp.int32), "window": jnp.asarray(windows, jnp.int32)},
+            layer={"index": jnp.arange(model.layers, dtype=jnp.int32), "window": jnp.asarray(model.layer_windows, jnp.int32)},
         )
 
 
 def build_gradients(config: Config, mesh: Mesh) -> Gradients:
     """The gradients of `config` on `mesh`. ValueError where a parameter cannot be placed."""
     sizes = dict(mesh.shape)
-    specs = Decoder(config.model, padded_vocabulary(config.model.vocabulary, config.mesh.tensor)).specs
+    specs = declared(config.model, config.mesh.tensor)
     # On one device the token shards are the tokens, and unlike an all-reduce a reduce-scatter over one device is nothing at all.
     sequence_parallel = config.train.sequence_parallel or config.mesh.tensor == 1
     functions = decoder_functions(config.model, boundary(sequence_parallel), train_options(config.train, mesh.devices.flat[0].platform))

@@ -49,6 +49,7 @@ def train(config: Config, devices: Sequence[jax.Device] | None = None, until: in
         shuffle=config.data.shuffle,
     )
     training = build_training(config, mesh)
+    training.step.trace(training.abstract_state, training.abstract_batch)  # what only tracing finds wrong comes before any folder
     resolved = configfile.dump(config)
 
     with contextlib.ExitStack() as stack:
