@@ -39,9 +39,6 @@ SPECS = {
     "norm": P(),
     "norm2": P(),
 }
-LOCAL = tuple(
-    SHAPES
-)  # every parameter is used on token or head shards, so each gradient is a partial sum over tensor where it is not split
 
 
 def init(dtype=jnp.float64):
@@ -121,5 +118,8 @@ VARIANTS = {
     "jit": {"inner_jit": True},
     "chunked": {"chunks": 2},
     "router": {"router": True},
+    "cast": {"cast": jnp.bfloat16},
     "everything": {"remat": True, "inner_jit": True, "chunks": 4, "router": True},
+    # Apart from the above, because gradients of cast weights are rounded: sums over parts of a batch equal the whole's to 2^-9 only.
+    "everything, cast": {"remat": True, "inner_jit": True, "chunks": 4, "router": True, "cast": jnp.bfloat16},
 }

@@ -191,8 +191,8 @@ def test_a_lost_reduction_is_noticed():
     assert gap(dlayers | {"up": dlayers["up"] / 2}, expected()[2]) > 0.4
 
 
-def test_gathering_a_replicated_weight_is_a_type_error():
-    """Negative control of the strict collectives: the norm is whole on every device; reducing what is already equal is refused."""
+def test_reducing_what_is_already_equal_is_refused():
+    """Negative control of the strict collectives: an array that is whole on every device, summed over them."""
 
     def local(x):
         return collectives.all_reduce(x, "data")

@@ -239,6 +239,39 @@ def test_adamw_three_steps_as_torch_documents_it():
         assert np.max(np.abs(numpy_adamw(first, grads, 0.1, 0.8, 0.7, 0.1, 0.1, **fault) - expected)) > 1e-3
 
 
+# torch.optim.AdamW of torch 2.13.0+cpu, float64: lr=1e-2, betas=(0.9, 0.95), eps=0.1, weight_decay=0.1; parameter after each step.
+TORCH_START = (0.5, -1.25, 2.0, 0.0, -0.03125, 3.75)
+TORCH_GRADIENTS = (
+    (0.1, -0.2, 0.3, 0.05, -1.5, 0.0),
+    (-0.4, 0.25, 0.3, -0.05, 2.0, 1e-3),
+    (0.7, 0.125, -0.6, 0.01, 0.5, -2e-3),
+)
+TORCH_STEPS = (
+    (0.4945, -1.24208333333333, 1.9905, -0.00333333333333333, -0.02184375, 3.74625),
+    (0.498137887418935, -1.24196784808857, 1.9810095, -0.00315456140350877, -0.0236473424669872, 3.74245149264375),
+    (0.494950785472358, -1.24305888659527, 1.97963454098853, -0.00329562438146692, -0.0261901164843654, 3.73874910380549),
+)
+
+
+def test_adamw_three_steps_as_torch_computes_them():
+    specs = {"w": Parameter((6,), ("embed",), role="matrix")}
+    fields = {"learning_rate": 1e-2, "b1": 0.9, "b2": 0.95, "eps": 0.1, "weight_decay": 0.1}
+
+    def steps(**changes):
+        optimizer = build(config("adamw", **fields | changes), specs, 3)
+        params = {"w": jnp.asarray(TORCH_START, jnp.float64)}
+        state = optimizer.init(params)
+        for grad in TORCH_GRADIENTS:
+            updates, state = optimizer.update({"w": jnp.asarray(grad, jnp.float64)}, state, params)
+            params = optax.apply_updates(params, updates)
+            yield np.asarray(params["w"])
+
+    for ours, theirs in zip(steps(), TORCH_STEPS, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-12)
+    for change in ({"eps": 0.101}, {"weight_decay": 0.099}, {"b2": 0.951}):
+        assert np.abs(list(steps(**change))[-1] - TORCH_STEPS[-1]).max() > 1e-7, change
+
+
 def test_sgd_is_momentum_without_dampening():
     specs = {"w": Parameter((4,), ("embed",), role="norm")}
     optimizer = build(config("sgd", momentum=0.9), specs, 3)
