@@ -1,14 +1,19 @@
 """Loss and every gradient on meshes of data × tensor × ZeRO × accumulation × sequence parallelism equal one device, in float64."""
 
 import dataclasses
+import functools
 import itertools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxpar.config import ModelConfig, RopeConfig
-from jaxpar.parallel import zero
+from jaxpar.models.decoder import DecoderFunctions
+from jaxpar.parallel import collectives, sequence, stack, zero
+from jaxpar.parallel.stack import LayerStack
+from jaxpar.train.gradients import Gradients
 from tests.train import runs
 
 TOLERANCE = 1e-11
@@ -64,14 +69,17 @@ def test_coverage():
     assert len({row[:5] for row in MESHES}) >= 14
 
 
-def compare(run, reference):
-    got, want = runs.gradients(run), runs.gradients(reference)
+def check(got, want, vocabulary):
+    """(metrics, gradients) equal; padding rows of the vocabulary have no gradient."""
     assert got[0]["tokens"] == want[0]["tokens"]
-    worst = runs.gap({"loss": got[0]["loss"], "gradients": got[1]}, {"loss": want[0]["loss"], "gradients": want[1]})
+    worst = runs.gap({"metrics": got[0], "gradients": got[1]}, {"metrics": want[0], "gradients": want[1]})
     assert worst[0] < TOLERANCE, worst
-    rows = run.model.vocabulary  # padding rows of the vocabulary have no gradient
     tables = [got[1][part]["table"] for part in ("embedding", "head") if part in got[1]]
-    assert all(not table[rows:].any() for table in tables)
+    assert all(not table[vocabulary:].any() for table in tables)
+
+
+def compare(run, reference):
+    check(runs.gradients(run), runs.gradients(reference), run.model.vocabulary)
 
 
 @pytest.mark.parametrize("row", MESHES, ids=name)
@@ -123,6 +131,11 @@ def test_z_loss_is_part_of_the_gradient():
     assert runs.gap(runs.gradients(runs.config(z_loss=0.1))[1], runs.gradients(runs.config())[1])[0] > 1e-3
 
 
+@pytest.mark.parametrize("accumulation", [2, 4])
+def test_z_loss_does_not_depend_on_accumulation(accumulation):
+    compare(runs.config(accumulation=accumulation, z_loss=0.1), runs.config(z_loss=0.1))
+
+
 def test_joined_documents():
     """Rows as one text: without segments the step attends over a whole row, which changes the loss, and still equals one device."""
     joined = {"data_documents": "joined"}
@@ -130,20 +143,137 @@ def test_joined_documents():
     assert runs.gap(runs.gradients(runs.config(**joined))[1], runs.gradients(runs.config())[1])[0] > 1e-3
 
 
-# What each column would get wrong, as a change of the reference that the comparison must notice.
+class ThirdsOfLabels(DecoderFunctions):
+    """A token's loss is a third of its label, times the first weight of the norm."""
+
+    def loss(self, params, x_BSD, labels_BS):
+        thirds = jnp.where(labels_BS >= 0, labels_BS, 0).sum() / 3 * params["norm"]["weight"][0] + 0 * x_BSD.sum()
+        total = collectives.all_reduce(thirds, "tensor")
+        return total, {"cross_entropy": jax.lax.stop_gradient(total), "z_loss": 0 * jax.lax.stop_gradient(total)}
+
+
+@pytest.mark.parametrize("mesh", [{}, {"data": 2, "zero": 2}], ids=["one device", "data 2"])
+def test_losses_are_summed_and_divided_once(mesh):
+    """Two microbatches with loss 2 over one token and 2 over three: 4 / 4, not the mean of 2 and 2/3. So on two devices, whose second has
+    no token in the first microbatch."""
+    run = runs.config(batch=4, accumulation=2, **mesh)
+    built = runs.training(run)
+    functions = built.gradients.functions
+    engine = dataclasses.replace(built.gradients, functions=ThirdsOfLabels(**vars(functions)))
+    params = runs.place_params(built)
+    params["norm"]["weight"] = jnp.ones_like(params["norm"]["weight"])
+    batch = runs.batch(run)
+    batch["labels"] = np.full_like(batch["labels"], -1)
+    batch["labels"][0, 0, 3] = 6
+    batch["labels"][1, [0, 1, 1], [2, 5, 6]] = 2
+    metrics, grads = jax.device_get(jax.jit(engine)(params, runs.place(built, batch), jnp.asarray(3, jnp.int32)))
+    assert metrics["tokens"] == 4 and metrics["loss"] == pytest.approx(1.0, rel=1e-15)
+    assert grads["norm"]["weight"][0] == pytest.approx(1.0, rel=1e-15)
+
+
+@functools.cache
+def program(run):
+    """step -> gradients of the run's first batch."""
+    built = runs.training(run)
+    jitted, params, batch = jax.jit(built.gradients), runs.place_params(built), runs.place(built, runs.batch(run))
+    return lambda step: jax.device_get(jitted(params, batch, jnp.asarray(step, jnp.int32))[1])
+
+
+def test_the_dropout_mask_is_a_function_of_seed_and_step():
+    first, other = (program(runs.config(seed=seed)) for seed in (0, 1))
+    assert runs.gap(first(3), first(3))[0] == 0
+    assert runs.gap(first(4), first(3))[0] > 1e-2
+    assert runs.gap(other(3), first(3))[0] > 1e-2
+    assert runs.gap(other(3), first(4))[0] > 1e-2  # not of their sum
+
+
+def test_without_dropout_seed_and_step_change_nothing():
+    model = dataclasses.replace(runs.MODEL, dropout=0.0)
+    first, other = (program(runs.config(model=model, seed=seed)) for seed in (0, 1))
+    assert runs.gap(first(4), first(3))[0] == runs.gap(other(3), first(3))[0] == 0
+
+
+# ---- negative controls: programs that are wrong and run
+
+
+def lose_a_replica(patch):
+    """Gradients of one device are not in the sum."""
+    finish = zero.finish
+
+    def broken(grads, places, dtype):
+        mine = collectives.axis_index("data") > 0
+        return finish(jax.tree.map(lambda g: g * mine, grads), places, dtype)
+
+    patch.setattr(zero, "finish", broken)
+
+
+def lose_a_part(verb):
+    """Partial sums of one tensor device are not in the sum."""
+
+    def change(patch):
+        reduce = getattr(sequence, verb)
+        patch.setattr(sequence, verb, lambda x, axes, **dim: reduce(x * (collectives.axis_index(axes) > 0), axes, **dim))
+
+    return change
+
+
+def exchange_shards(patch):
+    """Each device gets the gradient shard of its neighbour."""
+    scatter = zero.scatter
+
+    def broken(grads, places, dtype):
+        swap = lambda g, place: g if place.split is None else collectives.permute(g, "data", [(0, 1), (1, 0)])  # noqa: E731
+        return jax.tree.map(swap, scatter(grads, places, dtype), places)
+
+    patch.setattr(zero, "scatter", broken)
+
+
+def forget_a_microbatch(patch):
+    """The second one starts from an empty buffer."""
+    microbatch = Gradients.microbatch
+
+    def broken(self, weights, scale, key, grads, batch):
+        return microbatch(self, weights, scale, key, jax.tree.map(lambda g: 0 * g, grads), batch)
+
+    patch.setattr(Gradients, "microbatch", broken)
+
+
+def keep_another_layer(patch):
+    """The backward reads what the other layer's forward kept."""
+    backward = LayerStack.backward
+
+    def broken(self, layers, saved, *rest):
+        return backward(self, layers, dataclasses.replace(saved, parts=jax.tree.map(lambda a: jnp.roll(a, 1, 0), saved.parts)), *rest)
+
+    patch.setattr(LayerStack, "backward", broken)
+
+
+def join_in_another_order(patch):
+    """Interleaved parts come back exchanged."""
+    join = stack._join
+    patch.setattr(stack, "_join", lambda parts: join(parts[::-1]))
+
+
 BROKEN = {
-    "data": lambda g: jax.tree.map(lambda a: a / 2, g),
-    "tensor": lambda g: {**g, "norm": {"weight": g["norm"]["weight"] / 2}},
-    "zero": lambda g: {**g, "embedding": {"table": np.roll(g["embedding"]["table"], 16, 1)}},
-    "accumulation": lambda g: jax.tree.map(lambda a: a * (1 + 1e-9), g),
+    "data": (lose_a_replica, {"data": 2}),
+    "tensor": (lose_a_part("reduce_scatter"), {"tensor": 2}),
+    "sequence_parallel": (lose_a_part("all_reduce"), {"tensor": 2, "sequence_parallel": False}),
+    "zero": (exchange_shards, {"data": 2, "zero": 1}),
+    "accumulation on one device": (forget_a_microbatch, {"accumulation": 2}),
+    "remat on one device": (keep_another_layer, {"remat": "outputs"}),
+    "interleave on one device": (join_in_another_order, {"interleave": 2}),
 }
 
 
-@pytest.mark.parametrize("column", BROKEN)
-def test_negative_controls(column):
-    """A gradient halved, one norm counted once too little, shards exchanged, a mean of means: each fails the comparison."""
-    want = runs.gradients(runs.config())[1]
-    assert runs.gap(BROKEN[column](want), want)[0] > TOLERANCE
+@pytest.mark.parametrize("case", BROKEN)
+def test_a_wrong_program_is_noticed(case, monkeypatch):
+    """What each column could get wrong without a type error fails the comparison."""
+    change, mesh = BROKEN[case]
+    change(monkeypatch)
+    got = runs.gradients.__wrapped__(runs.config(**mesh))  # not from the cache, and not into it
+    want = runs.gradients(runs.config())
+    with pytest.raises(AssertionError):
+        check(got, want, runs.MODEL.vocabulary)
 
 
 SEVERAL = [row for row in MESHES if row[0] * row[1] > 1]
