@@ -91,7 +91,7 @@ class Rows:
 
     ids       S tokens; 0 where padded
     segments  1, 2, … for the pieces of documents in the row; 0 is padding (the end of the last row)
-    positions count from 0 in each piece
+    positions count from 0 in each piece; padding has its place in the row, behind every real token, so that causality alone hides it
     labels    the next token, −1 where that belongs to another document or is padding; a document's last token is a label too
     """
 
@@ -117,6 +117,7 @@ class Rows:
         fed = min(len(window), self.sequence)
         row = {name: np.zeros(self.sequence, np.int32) for name in FIELDS}
         row["labels"][:] = IGNORED
+        row["positions"][:] = np.arange(self.sequence)
         row["ids"][:fed] = window[:fed]
         row["segments"][:fed] = np.cumsum(first_T)[:fed]
         row["positions"][:fed] = (place_T - piece_T)[:fed]

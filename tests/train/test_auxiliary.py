@@ -19,7 +19,10 @@ class Spread(DecoderFunctions):
 
     def block(self, layer_params, x_BSD, context):
         y_BSD, _ = super().block(layer_params, x_BSD, context)
-        return y_BSD, {"squares": (y_BSD**2).sum((0, 1, 2)), "tokens": jnp.ones_like(y_BSD[..., 0], jnp.int32).sum() + 0 * y_BSD.astype(jnp.int32).sum()}
+        return y_BSD, {
+            "squares": (y_BSD**2).sum((0, 1, 2)),
+            "tokens": jnp.ones_like(y_BSD[..., 0], jnp.int32).sum() + 0 * y_BSD.astype(jnp.int32).sum(),
+        }
 
     def auxiliary(self, aux, sequences):
         share = (aux["squares"] * jnp.arange(1.0, aux["squares"].size + 1)).sum() / sequences * 0.01

@@ -76,7 +76,7 @@ def test_a_row_by_hand():
     assert {name: value.tolist() for name, value in rows[1].items()} == {
         "ids": [9, 4, END, 0, 0, 0],
         "segments": [1, 1, 1, 0, 0, 0],
-        "positions": [0, 1, 2, 0, 0, 0],
+        "positions": [0, 1, 2, 3, 4, 5],
         "labels": [4, END, IGNORED, IGNORED, IGNORED, IGNORED],
     }
     assert all(value.dtype == np.int32 for value in rows[0].values())

@@ -13,6 +13,8 @@ from jaxpar.config import ModelConfig, RopeConfig
 from jaxpar.models.decoder import DecoderFunctions
 from jaxpar.parallel import collectives, sequence, stack, zero
 from jaxpar.parallel.stack import LayerStack
+from jaxpar.train.corpus import collect
+from jaxpar.train.data import Loader, Rows, place
 from jaxpar.train.gradients import Gradients
 from tests.train import runs
 
@@ -254,6 +256,21 @@ def join_in_another_order(patch):
     patch.setattr(stack, "_join", lambda parts: join(parts[::-1]))
 
 
+def test_padding_of_a_joined_row_is_not_seen():
+    """A corpus of one document is the same text joined or isolated, the padding of its last row included."""
+    found = []
+    for documents in ("joined", "isolated"):
+        run = runs.config(data_documents=documents, batch=2)
+        tokens = collect([np.arange(21) % run.model.vocabulary], run.model.vocabulary)
+        loader = Loader(Rows(tokens, runs.SEQUENCE, run.model.vocabulary), batch=2, accumulation=1, seed=0, shuffle=False)
+        built = runs.training(run)
+        batch = place(loader.batch_at(0), built.batch_shardings["ids"], loader.microbatch)
+        found.append(jax.device_get(jax.jit(built.gradients)(runs.place_params(built), batch, np.int32(3))))
+    assert found[0][0]["tokens"] == 20
+    assert runs.gap(*found)[0] < TOLERANCE
+
+
+# What each column would get wrong, as a change of the reference that the comparison must notice.
 BROKEN = {
     "data": (lose_a_replica, {"data": 2}),
     "tensor": (lose_a_part("reduce_scatter"), {"tensor": 2}),
