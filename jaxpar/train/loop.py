@@ -17,7 +17,7 @@ import jax
 from jax.experimental import multihost_utils
 
 from jaxpar import configfile, params, rules
-from jaxpar.config import Config
+from jaxpar.config import Config, require
 from jaxpar.mesh import explain, make_mesh
 from jaxpar.parallel import zero
 from jaxpar.train import padding
@@ -32,10 +32,12 @@ from jaxpar.train.tokenizer import save_tokenizer
 def train(config: Config, devices: Sequence[jax.Device] | None = None, until: int | None = None) -> int:
     """Run `config` from its latest checkpoint, if there is one, on `devices` (default: all, of all processes). Returns the exit code, 0.
 
-    `until`: save and leave after that step, as a job with a time limit does; the schedule is still that of `train.steps`.
+    `until`: save and leave after that step, as a job with a time limit does; the schedule is still that of `train.steps`. A run that is
+    past it already does nothing.
 
     Raises ValueError or OSError, one line, for what a user can mend; a run refused before its first step leaves no folder behind.
     """
+    require(until is None or until >= 1, f"--until: {until} must be at least 1 step")
     devices = jax.devices() if devices is None else devices
     rules.check_run(config, len(devices))
     mesh = make_mesh(config.mesh, devices)
@@ -64,6 +66,9 @@ def train(config: Config, devices: Sequence[jax.Device] | None = None, until: in
         for line in _describe(training, first):
             progress.note(line)
 
+        if until is not None and first >= until:
+            progress.note(f"step {until} is behind already; nothing to do before --until is raised")
+            return 0
         token_sharding = training.batch_shardings["ids"]
         batches = loader.iterate(first, config.train.steps, local_sequences(token_sharding, loader.microbatch))
         stack.callback(batches.close)

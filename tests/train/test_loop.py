@@ -5,8 +5,10 @@ import math
 import re
 import threading
 
+import jax
 import pytest
 
+from jaxpar.train import loop
 from jaxpar.train.checkpoint import SavedCheckpoints
 from tests.train import tiny
 
@@ -46,6 +48,18 @@ def test_the_last_checkpoints_stay_each_with_its_configuration(done):
         assert checkpoints.steps() == [6, 7], "the last step is saved although 2 does not divide it"
         assert checkpoints.config(7)["optimizer"]["learning_rate"] == 1e-2
     assert sorted(entry.name for entry in folder.iterdir()) == ["checkpoints", "log"]
+
+
+def test_until_leaves_and_stays_there(tmp_path, data, capsys):
+    """The same command again does nothing, for the step it names is behind."""
+    run = tiny.config(tmp_path, data, ONE | {"train.steps": 7, "log.every": 3, "checkpoint.every": 2, "train.z_loss": 1e-3})
+    for last in ("stopped after step 3; rerun the same command to go on", "step 3 is behind already; nothing to do before --until is raised"):
+        assert loop.train(run, jax.devices()[:1], until=3) == 0
+        assert capsys.readouterr().out.splitlines()[-1] == last
+        with SavedCheckpoints(run.checkpoint.folder) as checkpoints:
+            assert checkpoints.steps() == [2, 3]
+    with pytest.raises(ValueError, match="--until: 0 must be at least 1"):
+        loop.train(run, jax.devices()[:1], until=0)
 
 
 def test_plain_lines_and_nothing_on_disk_when_no_folder_is_named(tmp_path, data, capsys):
