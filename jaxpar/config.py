@@ -88,6 +88,10 @@ class RopeConfig:
             require(length is None or length >= 1, f"model.rope.{name}: {length} must be at least 1 token, or absent")
         if self.type in ("dynamic", "llama3", "yarn"):
             require(self.original_length is not None, f"model.rope.original_length: {self.type} rope needs the trained length")
+        if self.type == "yarn":
+            require(self.theta > 1, f"model.rope.theta: {self.theta} must exceed 1 for yarn")
+            for name in ("beta_fast", "beta_slow"):
+                require(getattr(self, name) > 0, f"model.rope.{name}: {getattr(self, name)} must be positive")
         if self.type == "dynamic":
             require(self.static_length is not None, "model.rope.static_length: dynamic rope needs the length to assume, in tokens")
         low, high = self.low_frequency_factor, self.high_frequency_factor
@@ -152,8 +156,8 @@ class ModelConfig:
         require(self.norm_eps > 0, f"model.norm_eps: {self.norm_eps} must be positive")
         require(self.init_std >= 0, f"model.init_std: {self.init_std} must not be negative")
         require(
-            len(self.windows) >= 1 and min(self.windows) >= 0,
-            f"model.windows: {self.windows} needs one or more sizes, 0 for full attention",
+            len(self.windows) >= 1 and min(self.windows) >= 0 and max(self.windows) < 2**31,
+            f"model.windows: {self.windows} needs one or more sizes below 2^31, 0 for full attention",
         )
         require(0 <= self.dropout < 1, f"model.dropout: {self.dropout} must be in [0, 1)")
         for name in ("score_softcap", "logit_softcap"):

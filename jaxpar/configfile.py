@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import re
+import sys
 import types
 import typing
 from collections.abc import Mapping, Sequence
@@ -68,6 +69,8 @@ def _parse(text: str, origin: str) -> Any:
         where = f"{origin}:{mark.line + 1}:{mark.column + 1}" if mark else origin
         raise ValueError(f"{where}: not valid YAML: {error.problem}") from None
     except yaml.YAMLError as error:
+        raise ValueError(f"{origin}: not valid YAML: {' '.join(str(error).split())}") from None
+    except (ValueError, KeyError, AttributeError) as error:  # a scalar that its tag cannot read, such as !!bool maybe, or a huge number
         raise ValueError(f"{origin}: not valid YAML: {' '.join(str(error).split())}") from None
 
 
@@ -202,7 +205,9 @@ def _value(hint: Any, value: Any, path: str) -> Any:
         if not isinstance(value, list | tuple):
             raise ValueError(f"{path}: {value!r} is {_kind(value)}, not a list such as [1, 2]")
         return tuple(_value(element, item, f"{path}[{place}]") for place, item in enumerate(value))
-    if hint is float and type(value) is int:
+    if hint is float and type(value) in (int, float):
+        if not -sys.float_info.max <= value <= sys.float_info.max:
+            raise ValueError(f"{path}: the number is too large; a float ends at {sys.float_info.max:.2e}")
         return float(value)
     if type(value) is not hint:
         absent = " or null" if optional else ""

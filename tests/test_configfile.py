@@ -42,6 +42,25 @@ def test_every_run_file_is_consistent_with_its_mesh(path):
 SIZES = {"llama3-8b": 8_030_261_248, "llama3-70b": 70_553_706_496, "llama3-405b": 405_853_388_800}
 
 
+@pytest.mark.parametrize(
+    "override, message",
+    [
+        ("optimizer.learning_rate=" + "9" * 400, "optimizer.learning_rate: the number is too large"),
+        ("optimizer.clip=1e400", "optimizer.clip: the number is too large"),
+        ("train.steps=" + "9" * 5000, "--set train.steps: not valid YAML: "),
+        ("data.shuffle=!!bool maybe", "--set data.shuffle: not valid YAML: "),
+        ("train.steps=!!int many", "--set train.steps: not valid YAML: "),
+        ("data.path=!!timestamp soon", "--set data.path: not valid YAML: "),
+        ("data.path=!!map a", "--set data.path: not valid YAML: "),
+    ],
+    ids=lambda text: text[:24],
+)
+def test_scalars_that_cannot_be_read_are_named(run, override, message):
+    with pytest.raises(ValueError) as error:
+        run("", override)
+    assert str(error.value).startswith(message) and "\n" not in str(error.value)
+
+
 @pytest.mark.parametrize("path", sorted((CONFIGS / "models").glob("*.yaml")), ids=lambda path: path.stem)
 def test_every_preset_loads(path):
     model = configfile.load(DEMO, [f"model={{preset: {path.stem}}}"]).model
