@@ -53,7 +53,8 @@ def test_the_last_checkpoints_stay_each_with_its_configuration(done):
 def test_until_leaves_and_stays_there(tmp_path, data, capsys):
     """The same command again does nothing, for the step it names is behind."""
     run = tiny.config(tmp_path, data, ONE | {"train.steps": 7, "log.every": 3, "checkpoint.every": 2, "train.z_loss": 1e-3})
-    for last in ("stopped after step 3; rerun the same command to go on", "step 3 is behind already; nothing to do before --until is raised"):
+    stopped = "stopped after step 3; rerun the same command to go on"
+    for last in (stopped, "step 3 is behind already; nothing to do before --until is raised"):
         assert loop.train(run, jax.devices()[:1], until=3) == 0
         assert capsys.readouterr().out.splitlines()[-1] == last
         with SavedCheckpoints(run.checkpoint.folder) as checkpoints:
