@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from torch_bridge.views import Index, Shape, View, Views, box_shape, boxes, whole
+from torch_bridge.views import Index, Shape, View, Views, box_shape, boxes
 
 CHUNK_BYTES = 16 * 2**20  # what a cast holds beside its output
 

@@ -17,8 +17,9 @@ from torch_bridge.mapping import Ignored, Rule
 
 BLOCK = "model.layers.{layer}."
 
+EMBEDDING = "model.embed_tokens.weight"
 BEGIN = (
-    Rule("embedding/table", "model.embed_tokens.weight"),
+    Rule("embedding/table", EMBEDDING),
     Rule("layers/attention_norm/weight", BLOCK + "input_layernorm.weight"),
 )
 ATTENTION = (

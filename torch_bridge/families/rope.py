@@ -3,8 +3,8 @@
     read_rope     -> RopeConfig
     write_rope    RopeConfig -> rope_theta and rope_scaling, which every version of transformers reads
 
-Precedence: `rope_parameters` (transformers 5) or `rope_scaling` with `rope_theta` (earlier), whichever the file has. A value that both give must
-be equal. The type is under `rope_type`, before that `type`. What a scaling needs and the file has not is an error, never a 1.
+Precedence: `rope_parameters` (transformers 5) or `rope_scaling` with `rope_theta` (earlier), whichever the file has. A value that both
+give must be equal. The type is under `rope_type`, before that `type`. What a scaling needs and the file has not is an error, never a 1.
 """
 
 from __future__ import annotations

@@ -17,19 +17,21 @@ REQUIRED = object()
 
 # Of every configuration class: identity, generation, bookkeeping, heads of other tasks. Generation settings lived here before
 # generation_config.json.
-INERT = frozenset(
-    """
-    architectures model_type transformers_version dtype torch_dtype name_or_path auto_map use_cache initializer_range max_position_embeddings
-    pretraining_tp output_attentions output_hidden_states return_dict return_dict_in_generate output_scores torchscript use_bfloat16
-    bos_token_id eos_token_id pad_token_id sep_token_id decoder_start_token_id unk_token_id prefix
-    id2label label2id num_labels problem_type finetuning_task task_specific_params classifier_dropout tokenizer_class
-    chunk_size_feed_forward is_encoder_decoder is_decoder add_cross_attention tf_legacy_loss pruned_heads
-    max_length min_length do_sample early_stopping num_beams num_beam_groups diversity_penalty temperature top_k top_p typical_p
-    repetition_penalty length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids num_return_sequences
-    forced_bos_token_id forced_eos_token_id remove_invalid_values exponential_decay_length_penalty suppress_tokens begin_suppress_tokens
-    transformers.js_config unsloth_version unsloth_fixed
-    """.split()
-)
+# fmt: off
+INERT = frozenset((
+    "architectures", "model_type", "transformers_version", "dtype", "torch_dtype", "name_or_path", "auto_map", "use_cache",
+    "initializer_range", "max_position_embeddings", "pretraining_tp", "output_attentions", "output_hidden_states", "return_dict",
+    "return_dict_in_generate", "output_scores", "torchscript", "use_bfloat16", "bos_token_id", "eos_token_id", "pad_token_id",
+    "sep_token_id", "decoder_start_token_id", "unk_token_id", "prefix", "id2label", "label2id", "num_labels", "problem_type",
+    "finetuning_task", "task_specific_params", "classifier_dropout", "tokenizer_class", "chunk_size_feed_forward",
+    "is_encoder_decoder", "is_decoder", "add_cross_attention", "tf_legacy_loss", "pruned_heads", "max_length", "min_length",
+    "do_sample", "early_stopping", "num_beams", "num_beam_groups", "diversity_penalty", "temperature", "top_k", "top_p",
+    "typical_p", "repetition_penalty", "length_penalty", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "bad_words_ids",
+    "num_return_sequences", "forced_bos_token_id", "forced_eos_token_id", "remove_invalid_values",
+    "exponential_decay_length_penalty", "suppress_tokens", "begin_suppress_tokens", "transformers.js_config", "unsloth_version",
+    "unsloth_fixed",
+))
+# fmt: on
 
 _WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a string", dict: "an object", list: "a list"}
 
