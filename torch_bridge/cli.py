@@ -16,10 +16,10 @@ import math
 import sys
 import traceback
 from collections.abc import Sequence
-from importlib.util import find_spec
 from typing import NoReturn
 
 from jaxpar import configfile, distributed
+from torch_bridge.parity import command as parity_command
 
 
 class _Parser(argparse.ArgumentParser):
@@ -64,10 +64,7 @@ def parser() -> argparse.ArgumentParser:
     diff.add_argument("--tolerance", type=float, default=0.0, metavar="X", help="relative difference that counts as equal (default 0)")
     diff.set_defaults(call=_diff)
 
-    if find_spec("torch_bridge.parity") is not None:
-        from torch_bridge.parity import command
-
-        command.add_parser(commands, parents=[errors], allow_abbrev=False)
+    parity_command.add_parser(commands, parents=[reading, errors], allow_abbrev=False)
     return top
 
 
