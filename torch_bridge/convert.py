@@ -101,8 +101,8 @@ def export_params(
     if wanted not in TORCH_DTYPES:
         raise ValueError(f"dtype: {wanted} is not one of {', '.join(TORCH_DTYPES)}")
     leaves = {path: Cast(first, wanted).apply((view,))[0] for path, view in leaves.items()}
-    tensors = to_torch(bindings(chosen, model, padded), leaves)
     config = write_configuration(chosen, model, wanted, raw or {}, max_positions)
+    tensors = to_torch(bindings(chosen, model, padded), leaves)
     with whole_folder(folder) as temporary:
         write_json(temporary / CONFIG, config)
         for file in map(Path, files):
