@@ -66,7 +66,7 @@ class ShardedView:
             raise ValueError(
                 f"{self.name}: parts of it are on another process's devices; restore the checkpoint in one process to export it"
             )
-        found = {}
+        found: dict[Index, Any] = {}
         for shard in self.array.addressable_shards:
             found.setdefault(_index(shard.index, self.array.shape), shard)
         self._shards.extend(found.items())

@@ -16,7 +16,7 @@ import math
 import sys
 import traceback
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from jaxpar import configfile, distributed
 from torch_bridge.parity import command as parity_command
@@ -68,7 +68,7 @@ def parser() -> argparse.ArgumentParser:
     return top
 
 
-def _reading(args: argparse.Namespace) -> dict[str, object]:
+def _reading(args: argparse.Namespace) -> dict[str, Any]:
     return {"rope_length": args.rope_length, "ignore": args.ignore, "any_dtype": args.any_dtype}
 
 

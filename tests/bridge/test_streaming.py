@@ -34,7 +34,7 @@ def test_memory_and_time(tmp_path, mesh):
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=900)
     figures = json.loads(done.stdout)
     assert figures["above_megabytes"] <= MOST_MEGABYTES
-    assert figures["ratio"] <= MOST_RATIO
+    assert figures["process_ratio"] <= MOST_RATIO  # the wall's depends on what else runs here
     assert figures["arrays_gigabytes"] == pytest.approx(figures["gigabytes"], rel=1e-3)
     assert not (tmp_path / "f").exists()
 

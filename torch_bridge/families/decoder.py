@@ -114,7 +114,7 @@ class Family:
         if activation not in ("silu", "swish"):
             settings.refuse("hidden_act", "silu", repr(activation))
         std = settings.raw.get("initializer_range")
-        if type(std) in (int, float) and std >= 0:
+        if isinstance(std, int | float) and not isinstance(std, bool) and 0 <= std < 1e9:
             fields["init_std"] = float(std)
             settings.provenance["model.init_std"] = f"{CONFIG}: initializer_range"
         dropout = settings.raw.get("attention_dropout")
@@ -163,7 +163,7 @@ class Family:
                 return (window,)
             return tuple(window if layer >= first else 0 for layer in range(layers)) if first < layers else (0,)
         settings.provenance[where] = f"{CONFIG}: layer_types and sliding_window"
-        known = {"full_attention": 0, "sliding_attention": window}
+        known = {"full_attention": 0, "sliding_attention": window or 0}
         for place, kind in enumerate(types):
             if not isinstance(kind, str) or kind not in known:
                 settings.refuse(f"layer_types[{place}]", "full_attention or sliding_attention", repr(kind))

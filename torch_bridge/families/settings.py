@@ -73,7 +73,7 @@ class Settings:
         """`value` when it is a `kind`; else `default`, and a problem under the name `key`. Numbers are finite."""
         if kind is float and type(value) is int:
             value = float(value) if abs(value) < 2**1000 else math.inf
-        if type(value) is not kind or (kind is float and not math.isfinite(value)):
+        if type(value) is not kind or (isinstance(value, float) and not math.isfinite(value)):
             self.refuse(key, _WORDS[kind], repr(value))
             return default
         return value

@@ -208,7 +208,7 @@ def write_tensors(folder: Path, tensors: Mapping[str, View], max_shard_bytes: in
     if len(groups) == 1:
         write_file(folder / SINGLE, tensors)
         return
-    table = {}
+    table: dict[str, str] = {}
     for number, names in enumerate(groups, 1):
         file = f"model-{number:05d}-of-{len(groups):05d}.safetensors"
         write_file(folder / file, {name: tensors[name] for name in names})

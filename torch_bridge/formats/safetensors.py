@@ -95,7 +95,7 @@ class FileTensor:
 
     def _read_run(self, file: BinaryIO, begin: int, out: np.ndarray) -> None:
         target = out if out.flags.c_contiguous else np.empty(out.shape, out.dtype)
-        left = memoryview(target.reshape(-1).view(np.uint8))
+        left: memoryview = target.reshape(-1).view(np.uint8).data
         while left:
             count = os.preadv(file.fileno(), [left[:LONGEST_READ]], begin)
             if not count:
