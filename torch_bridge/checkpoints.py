@@ -60,16 +60,17 @@ def run_of(source: Source, run: Config, out: Path) -> Config:
 
 
 def import_folder(source: Source, out: str | Path, run: Config) -> Config:
-    """Write `out`: a checkpoint of step 0 with the parameters of `source` and a fresh optimizer of `run`, on `run.mesh`. Returns the run.
+    """Write `out`: a checkpoint of step 0 with the parameters of `source` and a fresh optimizer of `run`. Returns the run.
 
-    The folder appears whole, or not at all. Raises ValueError where `out` is not empty or `run` contradicts the model.
+    Checkpoints know no mesh, so the first device of this process makes it, whatever `run.mesh` asks for; that wants 12 bytes a parameter
+    with AdamW. The folder appears whole, or not at all. Raises ValueError where `out` is not empty or `run` contradicts the model.
     """
     out = Path(out)
     config = run_of(source, run, out)
     rules.check_run(config, config.mesh.devices)
     with whole_folder(out) as temporary:
-        mesh = make_mesh(config.mesh, jax.devices()[: config.mesh.devices])
-        training = build_training(config, mesh)
+        mesh = make_mesh(MeshShape(), jax.devices()[:1])
+        training = build_training(dataclasses.replace(config, mesh=MeshShape()), mesh)
         check_writable(temporary, "OUT", state_bytes(training.abstract_state))
         params = import_params(source, mesh, training.shardings["params"], config.train.master_dtype)
         state = padding.trim(training.first_state(params), training.abstract_state, training.gradients.specs)

@@ -13,12 +13,15 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import sys
 import traceback
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from jaxpar import configfile, distributed
+import jax
+
+from jaxpar import configfile
 from torch_bridge.parity import command as parity_command
 
 
@@ -72,6 +75,12 @@ def _reading(args: argparse.Namespace) -> dict[str, Any]:
     return {"rope_length": args.rope_length, "ignore": args.ignore, "any_dtype": args.any_dtype}
 
 
+def _on_host() -> None:
+    """Files in, files out: host memory holds more than a device, which would only be passed through. JAX_PLATFORMS says otherwise."""
+    if "JAX_PLATFORMS" not in os.environ:
+        jax.config.update("jax_platforms", "cpu")
+
+
 def _inspect(args: argparse.Namespace) -> int:
     from torch_bridge import inspection
     from torch_bridge.convert import read_model
@@ -90,7 +99,7 @@ def _import(args: argparse.Namespace) -> int:
     if args.overrides and args.run is None:
         raise ValueError("--set: changes a run file, so it needs --run RUN.yaml")
     run = configfile.load(args.run, args.overrides) if args.run else None
-    distributed.start(1 if run is None else run.train.cpu_devices or run.mesh.devices)
+    _on_host()
     from torch_bridge import inspection
     from torch_bridge.checkpoints import default_run, import_folder
     from torch_bridge.convert import read_model
@@ -105,6 +114,7 @@ def _import(args: argparse.Namespace) -> int:
 def _export(args: argparse.Namespace) -> int:
     if not args.shard_gigabytes > 0 or not math.isfinite(args.shard_gigabytes):
         raise ValueError(f"--shard-gigabytes: {args.shard_gigabytes} must be positive")
+    _on_host()
     from torch_bridge.checkpoints import export_checkpoint
 
     out = export_checkpoint(
@@ -122,6 +132,7 @@ def _export(args: argparse.Namespace) -> int:
 def _diff(args: argparse.Namespace) -> int:
     if not args.tolerance >= 0:
         raise ValueError(f"--tolerance: {args.tolerance} must not be negative")
+    _on_host()
     from torch_bridge.checkpoints import open_weights
     from torch_bridge.compare import compare
 

@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.fsdp._common_utils import FSDP_WRAPPED_MODULE
 
 from tests.bridge import hostile
 from torch_bridge import cli
@@ -222,6 +224,61 @@ def test_rotary_buffers_are_ignored_with_a_reason(folder):
     name = "model.layers.0.self_attn.rotary_emb.inv_freq"
     rewrite(path / "model.safetensors", lambda tensors: tensors.update({name: torch.ones(5)}))
     assert "computed from the configuration" in read_model(path).ignored[name]
+
+
+class Wrapped(torch.nn.Module):
+    """What DDP makes of a name, without a process group."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+
+
+def fsdp(model):
+    """Names as in an FSDP model: every layer and the whole wrapped, layers checkpointed inside."""
+
+    class Inside(torch.nn.Module):
+        def __init__(self, module):
+            super().__init__()
+            setattr(self, FSDP_WRAPPED_MODULE, module)
+
+    class Named(torch.nn.Module):
+        def __init__(self, model):
+            super().__init__()
+            self.model, self.lm_head = model.model, model.lm_head
+
+    for place, layer in enumerate(model.model.layers):
+        model.model.layers[place] = Inside(checkpoint_wrapper(layer))
+    return Inside(Named(model))
+
+
+def checkpointed(model):
+    for place, layer in enumerate(model.model.layers):
+        model.model.layers[place] = checkpoint_wrapper(layer)
+    return model
+
+
+WRAPPINGS = {"compile": torch.compile, "ddp": Wrapped, "ddp of compile": lambda model: Wrapped(torch.compile(model)), "fsdp": fsdp}
+
+
+@pytest.mark.parametrize("wrapping", [*WRAPPINGS, "checkpointed"])
+def test_names_of_wrapped_models(folder, wrapping):
+    path = folder("llama single")
+    model = {**WRAPPINGS, "checkpointed": checkpointed}[wrapping](hostile.model("llama"))
+    # checkpoint_wrapper's own hooks clean state_dict; named_parameters show what is really there
+    save_file({name: parameter.detach() for name, parameter in model.named_parameters()}, path / "model.safetensors")
+    names = set(load_file(path / "model.safetensors"))
+    source = read_model(path)
+    plain = {name for name, _ in hostile.model("llama").named_parameters()}
+    assert source.tensors.keys() == plain
+    assert bool(source.notes) == (names != plain)
+    assert wrapping == "checkpointed" or names != plain
+
+
+def test_two_names_for_one_tensor(folder):
+    path = folder("llama single")
+    rewrite(path / "model.safetensors", lambda tensors: tensors.update({"_orig_mod.model.norm.weight": torch.zeros(24)}))
+    assert only(path).expected == "one tensor model.norm.weight"
 
 
 def test_untied_without_a_head(folder):

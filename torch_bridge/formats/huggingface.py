@@ -15,6 +15,7 @@ import contextlib
 import json
 import math
 import os
+import re
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -43,6 +44,17 @@ CARRIED = (
 )
 
 
+# What torch's wrappers put before names: DDP the first, in front of everything; compile, FSDP and activation checkpointing the others,
+# anywhere.
+OUTER = "module."
+WRAPPERS = re.compile(r"(?<![^.])(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
+
+
+def unwrapped(key: str) -> str:
+    """A tensor's name without the prefixes of torch's wrappers."""
+    return WRAPPERS.sub("", key.removeprefix(OUTER))
+
+
 @dataclass
 class Folder:
     """What a folder's files say. `unreadable` are the tensors that an absent or broken file would hold."""
@@ -68,11 +80,25 @@ def read_folder(path: Path) -> Folder:
     files = _files(folder)
     for name, keys in files.items():
         _read_file(folder, name, keys)
+    _unwrap(folder)
     strays = [
         other.name for other in sorted(path.iterdir()) if other.suffix in (".safetensors", *PICKLED) and other.name not in files and files
     ]
     folder.notes += [f"{shown(stray)}: ignored, {INDEX if (path / INDEX).is_file() else SINGLE} says what the model is" for stray in strays]
     return folder
+
+
+def _unwrap(folder: Folder) -> None:
+    plain: dict[str, FileTensor] = {}
+    for key, tensor in folder.tensors.items():
+        if unwrapped(key) in plain:
+            folder.refuse(tensor.path.name, f"one tensor {unwrapped(key)}", f"also {plain[unwrapped(key)].name}", key)
+        plain.setdefault(unwrapped(key), tensor)
+    wrapped = sum(key != unwrapped(key) for key in folder.tensors)
+    if wrapped:
+        folder.notes.append(f"{wrapped} tensors have names as torch's wrappers change them; read without {OUTER}, _orig_mod. and the like")
+    folder.tensors = plain
+    folder.unreadable = set(map(unwrapped, folder.unreadable))
 
 
 def _json(folder: Folder, name: str) -> dict[str, Any] | None:
