@@ -5,6 +5,8 @@ import json
 import numpy as np
 import pytest
 import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from jaxpar.config import ModelConfig, RopeConfig
 from jaxpar.ops.rope import frequencies
@@ -21,6 +23,11 @@ PLAIN = {
     "max_position_embeddings": 64,
 }
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+
+
+def library_of(family):
+    """The configuration class of transformers."""
+    return getattr(transformers, find_family(family).library)
 
 
 def settings_of(family, rope_length=None, ignore=(), **changes):
@@ -58,7 +65,7 @@ def test_theta_of_either_spelling(family, name):
     model, provenance = read(family, **SPELLINGS[name])
     assert model.rope.theta == 12345
     assert provenance["model.rope.theta"].startswith("config.json: rope_")
-    library = getattr(transformers, find_family(family).library)(**{**PLAIN, **SPELLINGS[name]})
+    library = library_of(family)(**{**PLAIN, **SPELLINGS[name]})
     assert library.rope_parameters["rope_theta"] == model.rope.theta
     assert library.rope_parameters["rope_type"] == model.rope.type
     assert library.rope_parameters.get("factor", 1.0) == model.rope.factor
@@ -119,13 +126,11 @@ def test_head_width_given_derived_or_the_classes():
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_absent_keys_have_the_librarys_defaults(family):
-    library = getattr(transformers, find_family(family).library)(
-        **{**PLAIN, "num_attention_heads": 32, "hidden_size": 64, "num_key_value_heads": 32}
-    )
+    library = library_of(family)(**{**PLAIN, "num_attention_heads": 32, "hidden_size": 64, "num_key_value_heads": 32})
     absent = dict.fromkeys(("num_key_value_heads",), "absent")
     model, provenance = read(family, **absent, num_attention_heads=32, hidden_size=64)
     raw = {key: value for key, value in PLAIN.items() if key != "num_key_value_heads"}
-    bare = getattr(transformers, find_family(family).library)(**{**raw, "num_attention_heads": 32, "hidden_size": 64})
+    bare = library_of(family)(**{**raw, "num_attention_heads": 32, "hidden_size": 64})
     assert model.kv_heads == bare.num_key_value_heads
     assert model.norm_eps == library.rms_norm_eps
     assert model.tied == library.tie_word_embeddings
@@ -158,7 +163,7 @@ WINDOWS = [
 @pytest.mark.parametrize(("family", "changes", "windows"), WINDOWS)
 def test_windows(family, changes, windows):
     assert read(family, **changes)[0].windows == windows
-    library = getattr(transformers, find_family(family).library)(**{**PLAIN, **changes})
+    library = library_of(family)(**{**PLAIN, **changes})
     if family != "mistral":
         torch_windows = [library.sliding_window if kind == "sliding_attention" else 0 for kind in library.layer_types]
         assert [windows[layer % len(windows)] for layer in range(4)] == torch_windows
@@ -194,6 +199,7 @@ REFUSED = [
     ("llama", {"rms_norm_eps": "1e-5"}, "rms_norm_eps: expected a number"),
     ("llama", {"tie_word_embeddings": 1}, "tie_word_embeddings: expected true or false"),
     ("llama", {"hidden_size": "absent"}, "hidden_size: expected a whole number, found no such key"),
+    ("llama", {"num_hidden_layers": 10**12}, "num_hidden_layers: expected at most 10000"),
     ("llama", {"vocab_size": None}, "vocab_size: expected a whole number"),
     ("llama", {"num_attention_heads": 4, "num_key_value_heads": 3}, "model.kv_heads: 3 must divide"),
     ("mistral", {"attention_bias": True}, "attention_bias: expected False"),
@@ -210,6 +216,31 @@ REFUSED = [
 def test_refused_by_name(family, changes, named):
     problems = refused(family, **changes)
     assert any(named in problem for problem in problems), problems
+
+
+JSON = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-5, 10**40)
+    | st.floats()
+    | st.text(max_size=6)
+    | st.sampled_from(["silu", "yarn", "full_attention"]),
+    lambda inner: (
+        st.lists(inner, max_size=4) | st.dictionaries(st.sampled_from(["rope_type", "type", "factor", "rope_theta"]), inner, max_size=4)
+    ),
+    max_leaves=6,
+)
+KEYS = (*PLAIN, "head_dim", "rms_norm_eps", "hidden_act", "rope_theta", "rope_scaling", "rope_parameters", "layer_types", "sliding_window",
+        "use_sliding_window", "max_window_layers", "tie_word_embeddings", "attention_bias", "initializer_range", "attention_dropout",
+        "original_max_position_embeddings", "partial_rotary_factor", "dtype")  # fmt: skip
+
+
+@given(st.sampled_from(sorted(FAMILIES)), st.dictionaries(st.sampled_from(KEYS), JSON, max_size=4))
+@settings(max_examples=300, deadline=5000)
+def test_any_configuration_gives_a_model_or_problems(family, changes):
+    model, found = find_family(family).read({**PLAIN, **changes}, None, frozenset())
+    assert (model is None) == bool(found.problems)
+    assert all(str(problem).isprintable() for problem in found.problems)
 
 
 def test_all_problems_at_once():

@@ -16,6 +16,7 @@ from torch_bridge.families.settings import CONFIG, Settings
 from torch_bridge.mapping import Ignored, Rule
 
 BLOCK = "model.layers.{layer}."
+MOST_LAYERS = 10_000  # every layer has keys of its own, which a wrong number must not make without end
 
 EMBEDDING = "model.embed_tokens.weight"
 BEGIN = (
@@ -93,10 +94,14 @@ class Family:
         """config.json -> (model, settings with provenance and problems). The model is None where there are problems."""
         settings, traits = Settings(raw, self.library), self.traits
         heads = settings.take("model.heads", "num_attention_heads", int)
+        layers = settings.take("model.layers", "num_hidden_layers", int)
+        if layers is not None and layers > MOST_LAYERS:
+            settings.refuse("num_hidden_layers", f"at most {MOST_LAYERS}", str(layers))
+            layers = None
         fields: dict[str, Any] = {
             "vocabulary": settings.take("model.vocabulary", "vocab_size", int),
             "width": settings.take("model.width", "hidden_size", int),
-            "layers": settings.take("model.layers", "num_hidden_layers", int),
+            "layers": layers,
             "heads": heads,
             "kv_heads": settings.take("model.kv_heads", "num_key_value_heads", int, traits.kv_heads or heads, null=heads),
             "mlp_width": settings.take("model.mlp_width", "intermediate_size", int),
