@@ -51,7 +51,7 @@ class Witness:
 
 
 def train(
-    folder: str | Path, strategy: str, batches: Sequence[reference.Arrays], rule: Any, dtype: str = "float64", seconds: float = 300
+    folder: str | Path, strategy: str, batches: Sequence[reference.Arrays], rule: Any, dtype: str = "float64", seconds: float = 600
 ) -> Witness:
     """A step of AdamW on each batch under `strategy`, in new processes. Each data replica takes its part of a batch's rows; the loss is
     the sum of token losses over the labels of the whole batch. Raises what a process raised, or TimeoutError after `seconds`."""
@@ -82,7 +82,7 @@ def _work(rank: int, shared: str, folder: str, strategy: str, batches: list[refe
     torch.set_num_threads(1)
     data, tensor = STRATEGIES[strategy]
     torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{shared}/store", rank=rank, world_size=data * tensor, timeout=datetime.timedelta(seconds=120)
+        "gloo", init_method=f"file://{shared}/store", rank=rank, world_size=data * tensor, timeout=datetime.timedelta(seconds=300)
     )
     try:
         mesh = init_device_mesh("cpu", (data, tensor), mesh_dim_names=("data", "tensor"))

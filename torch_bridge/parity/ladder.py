@@ -33,8 +33,8 @@ SEQUENCE = 48
 
 @dataclass(frozen=True, eq=False)
 class Subject:
-    """`params` are masters at home on the mesh of `training`. `by_name`: a tree like them on the host, vocabulary padding included -> arrays
-    by torch name, in torch's shapes."""
+    """`params` are masters at home on the mesh of `training`. `by_name`: a tree like them on the host, vocabulary padding included ->
+    arrays by torch name, in torch's shapes."""
 
     training: Training
     params: Tree
@@ -152,8 +152,8 @@ def against(found: Side, wanted: Side) -> dict[str, Rung]:
     """Relative differences of every leaf of every rung."""
     losses = {f"loss of step {step}": gap(a, b) for step, (a, b) in enumerate(zip(found.losses, wanted.losses, strict=True), 1)}
     moments = {
-        **compared(found.mean, wanted.mean, "mean of gradients: "),
-        **compared(found.square, wanted.square, "mean of squares: "),
+        **compared(found.mean, wanted.mean, "exp_avg "),
+        **compared(found.square, wanted.square, "exp_avg_sq "),
     }
     return {
         "logits": Rung({"logits": gap(found.logits, wanted.logits)}),

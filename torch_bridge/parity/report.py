@@ -26,7 +26,8 @@ def gap(found: Any, wanted: Any) -> float:
     found, wanted = np.asarray(found, np.float64), np.asarray(wanted, np.float64)
     if found.shape != wanted.shape:
         return math.inf
-    difference, scale = float(np.abs(found - wanted).max(initial=0)), float(np.abs(wanted).max(initial=0))
+    with np.errstate(invalid="ignore"):
+        difference, scale = float(np.abs(found - wanted).max(initial=0)), float(np.abs(wanted).max(initial=0))
     if not (math.isfinite(difference) and math.isfinite(scale)):
         return math.inf
     return 0.0 if difference == 0 else difference / scale if scale else math.inf
@@ -115,7 +116,7 @@ class Report:
         console.print(table)
         if self.torch:
             highest = ", ".join(f"{name} {rung.max_relative:.1e}" for name, rung in self.torch.items())
-            console.print(f"torch {self.dtype} itself differs from torch float64 by: {highest}", highlight=False)
+            console.print(f"torch {self.dtype} itself differs from torch float64 by: {highest}", highlight=False, soft_wrap=True)
         if self.first:
             console.print(f"first module past {self.tolerance:.0e}: {self.first[0]} ({self.first[1]:.1e})", highlight=False, soft_wrap=True)
         verdict = "passed" if self.passed else f"FAILED: {', '.join(self.failed)}"

@@ -14,8 +14,8 @@ from jaxpar.config import MeshShape
 from torch_bridge import distributed
 from torch_bridge.convert import read_model
 from torch_bridge.parity import training
-from torch_bridge.parity.ladder import precise, subject
-from torch_bridge.parity.report import Rung, compared, gap
+from torch_bridge.parity.ladder import Subject, precise, subject
+from torch_bridge.parity.report import Arrays, Rung, compared, gap
 
 MESHES = {
     "ddp": ((MeshShape(data=2), 0), (MeshShape(data=2), 1)),
@@ -32,7 +32,6 @@ class Testimony:
     largest part of the parameters that a process of torch held."""
 
     strategy: str
-    processes: int
     share: float
     mesh: MeshShape
     zero: int
@@ -40,20 +39,22 @@ class Testimony:
     weights: Rung
 
 
-def testify(folder: str | Path, strategy: str, steps: int = 5, dtype: str = "float64", sequence: int = SEQUENCE) -> Sequence[Testimony]:
+def testify(folder: str | Path, strategy: str, steps: int = 5, dtype: str = "float64", sequence: int = SEQUENCE) -> list[Testimony]:
     """`steps` steps of AdamW in torch under `strategy`, and on each of its meshes here. One entry a mesh."""
     source = read_model(folder)
     runs = [subject(source, mesh, dtype, steps, sequence, zero=zero) for mesh, zero in MESHES[strategy]]
     config = runs[0].training.config
     batches = training.batches(config, steps)
     witness = distributed.train(folder, strategy, batches, config.optimizer, dtype)
-    data, tensor = distributed.STRATEGIES[strategy]
-    found = []
-    for (mesh, zero), one in zip(MESHES[strategy], runs, strict=True):
-        assert one.training.config.train.batch == config.train.batch, "one batch for all meshes of a strategy"
-        with precise():
-            trained = training.train(one.training, one.params, [training.step_batch(one.training.config, batch) for batch in batches])
-        losses = {f"step {step}": gap(a, b) for step, (a, b) in enumerate(zip(trained.losses, witness.trained.losses, strict=True), 1)}
-        weights = compared(one.by_name(trained.params), witness.trained.parameters)
-        found.append(Testimony(strategy, data * tensor, witness.share, mesh, zero, Rung(losses), Rung(weights)))
-    return found
+    return [
+        Testimony(strategy, witness.share, mesh, zero, *heard(one, batches, witness))
+        for (mesh, zero), one in zip(MESHES[strategy], runs, strict=True)
+    ]
+
+
+def heard(one: Subject, batches: Sequence[Arrays], witness: distributed.Witness) -> tuple[Rung, Rung]:
+    """Train `one` on `batches`: differences from `witness` in losses and final weights."""
+    with precise():
+        trained = training.train(one.training, one.params, [training.step_batch(one.training.config, batch) for batch in batches])
+    losses = {f"step {step}": gap(a, b) for step, (a, b) in enumerate(zip(trained.losses, witness.trained.losses, strict=True), 1)}
+    return Rung(losses), Rung(compared(one.by_name(trained.params), witness.trained.parameters))
