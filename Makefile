@@ -1,6 +1,7 @@
 # Everything runs in an environment inside the clone, pinned by constraints.txt and built on first use.
 #   make demo       train a small Llama on 8 simulated devices, resume, print sampled text
 #   make test       default tests        make test-slow   the long ones        make test-all   both
+#   make venv-torch adds torch and transformers      make test-bridge   default tests of the bridge, which need them
 #   make lint       ruff, types, import arrows
 #   make bench      the numbers of the README's table
 #   make venv       the environment alone
@@ -14,8 +15,11 @@ PYTHON := $(shell for python in python3.11 python3 python3.12 python3.13; do \
 	if $$python -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then echo $$python; break; fi; done)
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+TORCH_STAMP := $(VENV)/.installed-torch
+# Where else pip may look for torch: https://download.pytorch.org/whl/cpu has it without CUDA.
+TORCH_INDEX :=
 
-.PHONY: venv demo test test-slow test-all bench lint format clean
+.PHONY: venv venv-torch demo test test-bridge test-slow test-all bench lint format clean
 
 venv: $(STAMP)
 
@@ -26,12 +30,24 @@ $(STAMP): pyproject.toml $(CONSTRAINTS)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint $(CONSTRAINTS) --editable ".[$(EXTRA)]"
 	@touch $@
 
+venv-torch: $(TORCH_STAMP)
+
+$(TORCH_STAMP): $(STAMP) constraints-torch.txt
+	@echo "installing jaxpar[$(EXTRA),torch] into $(VENV) ($(CONSTRAINTS), constraints-torch.txt)"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint $(CONSTRAINTS) --constraint constraints-torch.txt \
+		$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) --editable ".[$(EXTRA),torch]"
+	@touch $@
+
 demo: venv
 	@$(BIN)/python scripts/demo.py
 
 test: venv
-	$(BIN)/python -m pytest -q -n $(WORKERS) -m "not slow"
+	$(BIN)/python -m pytest -q -n $(WORKERS) -m "not slow" --ignore tests/bridge
 
+test-bridge: venv-torch
+	$(BIN)/python -m pytest -q -n $(WORKERS) -m "not slow" tests/bridge
+
+# Those of tests/bridge are among them where torch is installed.
 # pytest exits with 5 when nothing is marked slow.
 test-slow: venv
 	$(BIN)/python -m pytest -q -n $(WORKERS) -m slow || [ $$? -eq 5 ]

@@ -78,7 +78,7 @@ def train(config: Config, devices: Sequence[jax.Device] | None = None, until: in
             if step == first + 1:
                 jax.block_until_ready(metrics)  # compilation is not part of the rate
                 started, counted = time.perf_counter(), step
-            stop = _agreed(stopped, step) or step == until
+            stop = _agreed(stopped, step - first) or step == until
             if step % config.log.every == 0 or step == config.train.steps or stop:
                 values = {name: value.item() for name, value in jax.device_get(metrics).items()}
                 seconds = time.perf_counter() - started
@@ -175,8 +175,13 @@ def _stop_signals() -> Iterator[threading.Event]:
             signal.signal(number, handler)
 
 
-def _agreed(stopped: threading.Event, step: int) -> bool:
-    """Whether to stop after this step. All processes of a run say the same, although one may have been asked a step before another."""
+def _agreed(stopped: threading.Event, taken: int) -> bool:
+    """Whether to stop now, `taken` steps after the start. All processes of a run say the same, although one may have been asked a step
+    before another.
+
+    JAX agrees on the count after the highest that a process has reached, and counts 0 where it was asked before the first step: a count
+    that started at a resumed run's step would never meet it.
+    """
     if jax.process_count() == 1:
         return stopped.is_set()
-    return bool(multihost_utils.reached_preemption_sync_point(step))
+    return bool(multihost_utils.reached_preemption_sync_point(taken))

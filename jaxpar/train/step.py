@@ -60,6 +60,10 @@ class Training:
         params = init_params(
             self.gradients.specs, self.config.train.seed, self.mesh, self.shardings["params"], jnp.dtype(self.config.train.master_dtype)
         )
+        return self.first_state(params)
+
+    def first_state(self, params: Tree) -> State:
+        """The state of a run that begins with `params`, which lie where `shardings` says: a fresh optimizer, step 0."""
         rest = {name: sharding for name, sharding in self.shardings.items() if name != "params"}
 
         def others(params: Tree) -> State:

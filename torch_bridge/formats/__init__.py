@@ -1,0 +1,1 @@
+"""File formats: how tensors lie in files. Nothing here knows a model."""
