@@ -16,7 +16,7 @@ PYTHON := $(shell for python in python3.11 python3 python3.12 python3.13; do \
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 TORCH_STAMP := $(VENV)/.installed-torch
-# Where else pip may look for torch: https://download.pytorch.org/whl/cpu has it without CUDA.
+# Where else pip may look for torch, such as an index of builds without CUDA.
 TORCH_INDEX :=
 
 .PHONY: venv venv-torch demo test test-bridge test-slow test-all bench lint format clean

@@ -16,6 +16,9 @@ def test_head_width_given_is_kept_and_derived_only_when_absent():
         ModelConfig(width=42, heads=4, kv_heads=2)
 
 
+LLAMA3 = {"type": "llama3", "factor": 8.0, "original_length": 64}
+
+
 @pytest.mark.parametrize(
     "section, values, field",
     [
@@ -27,7 +30,7 @@ def test_head_width_given_is_kept_and_derived_only_when_absent():
         (RopeConfig, {"type": "linear"}, "model.rope.factor"),
         (RopeConfig, {"type": "llama3", "original_length": 64}, "model.rope.factor"),
         (RopeConfig, {"type": "yarn", "factor": 4.0}, "model.rope.original_length"),
-        (RopeConfig, {"type": "llama3", "factor": 8.0, "original_length": 64, "low_frequency_factor": 4.0}, "model.rope.high"),
+        (RopeConfig, LLAMA3 | {"low_frequency_factor": 4.0}, "model.rope.high_frequency_factor"),
         (RopeConfig, {"original_length": 0}, "model.rope.original_length"),
         (RopeConfig, {"type": "dynamic", "factor": 2.0, "original_length": 8}, "model.rope.static_length"),
         (RopeConfig, {"type": "yarn", "factor": 2.0, "original_length": 8, "theta": 1.0}, "model.rope.theta"),
