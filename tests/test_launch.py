@@ -79,7 +79,8 @@ def variables(jobset, job, container, pod):
             assert isinstance(entry["value"], str), f"{entry['name']}: YAML makes it {entry['value']!r}; quote it"
             environ[entry["name"]] = entry["value"]
         else:
-            environ[entry["name"]] = annotations[re.fullmatch(r"metadata\.annotations\['(.+)'\]", entry["valueFrom"]["fieldRef"]["fieldPath"])[1]]
+            path = entry["valueFrom"]["fieldRef"]["fieldPath"]
+            environ[entry["name"]] = annotations[re.fullmatch(r"metadata\.annotations\['(.+)'\]", path)[1]]
     return environ
 
 
@@ -215,15 +216,14 @@ def slurm(tmp_path_factory):
         pytest.skip("needs root and Debian's slurm-wlm")
     folder = tmp_path_factory.mktemp("slurm")
     folder.chmod(0o755)
-    for place in (*folder.parents[:2],):
-        place.chmod(0o755)
     (folder / "state").mkdir()
     (folder / "spool").mkdir()
     key = folder / "munge.key"
     key.write_bytes(os.urandom(1024))
     key.chmod(0o600)
     conf = folder / "slurm.conf"
-    conf.write_text(CONF.format(folder=folder, host=socket.gethostname().split(".")[0], ports=(free_port(), free_port()), cpus=os.cpu_count()))
+    host = socket.gethostname().split(".")[0]
+    conf.write_text(CONF.format(folder=folder, host=host, ports=(free_port(), free_port()), cpus=os.cpu_count()))
     environ = {name: value for name, value in os.environ.items() if not name.startswith("SLURM")} | {"SLURM_CONF": str(conf)}
     options = [f"--{name}={folder}/munge.{end}" for name, end in (("socket", "sock"), ("pid-file", "pid"), ("log-file", "log"))]
     daemons = [
