@@ -2,7 +2,8 @@
 
     parse             text -> Program of computations and instructions
     executions        every instruction that runs, with how often it does (loops, calls, fusions and branches followed)
-    matmul_flops      2 M N K over all matrix products
+    dot_flops         2 M N K of one matrix product
+    matmul_flops      the same over all of them
     buffers_at_least  arrays of some size that the program writes
 
 What XLA did is counted, not what was written: fused, combined, peeled or moved operations appear as they run.
@@ -262,7 +263,8 @@ def executions(program: Program, measure: Callable[[Instruction], float]) -> lis
 _MATMUL_CALLS = ("__onednn$matmul", "__cublas$gemm", "__cublas$lt$matmul")
 
 
-def _flops(program: Program, instruction: Instruction) -> int:
+def dot_flops(program: Program, instruction: Instruction) -> int:
+    """2 M N K of a `dot` or a call to oneDNN or cuBLAS; 0 for anything else."""
     if instruction.opcode == "dot":
         left = program.operands(instruction)[0].results[0]
         return 2 * instruction.results[0].size * math.prod(left.shape[i] for i in instruction.dims("lhs_contracting_dims"))
@@ -282,7 +284,7 @@ def matmul_flops(text: str) -> int:
     or Pallas kernels, nor products of vectors that XLA rewrote as multiply and reduce.
     """
     program = parse(text)
-    return sum(_flops(program, each) * count for each, count in executions(program, lambda each: _flops(program, each)))
+    return sum(dot_flops(program, each) * count for each, count in executions(program, lambda each: dot_flops(program, each)))
 
 
 @dataclass(frozen=True)
