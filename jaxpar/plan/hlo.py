@@ -60,7 +60,8 @@ class Array:
 
 @dataclass(frozen=True)
 class Instruction:
-    """One line. `results`: arrays of its flattened result; `operands`: names in the same computation; `attributes`: the line's rest."""
+    """One line. `results`: arrays of its flattened result; `operands`: names in the same computation; `attributes`: the line's rest;
+    `result`: its result type as printed, with layouts and memory spaces."""
 
     name: str
     opcode: str
@@ -69,6 +70,7 @@ class Instruction:
     literal: str
     attributes: str
     computation: str
+    result: str = ""
 
     def attribute(self, name: str) -> str | None:
         """The computation or word that follows `name=`."""
@@ -129,7 +131,14 @@ def _instruction(line: str, start: int, name: str, computation: str) -> Instruct
     closing = _closing(line, opening)
     inside = line[opening + 1 : closing - 1]
     return Instruction(
-        name, line[end:opening].strip(), arrays(line[start:end]), tuple(_NAME.findall(inside)), inside, line[closing:], computation
+        name=name,
+        opcode=line[end:opening].strip(),
+        results=arrays(line[start:end]),
+        operands=tuple(_NAME.findall(inside)),
+        literal=inside,
+        attributes=line[closing:],
+        computation=computation,
+        result=line[start:end],
     )
 
 
