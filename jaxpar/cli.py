@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 import jaxpar
-from jaxpar import configfile, distributed, params, rules
+from jaxpar import configfile, distributed, gpu, params, rules
 
 
 class _Parser(argparse.ArgumentParser):
@@ -65,6 +65,7 @@ def parser() -> argparse.ArgumentParser:
 
 def _train(args: argparse.Namespace) -> int:
     config = configfile.load(args.run, args.overrides)
+    gpu.reserve()
     distributed.start(config.train.cpu_devices)
     from jaxpar.train import loop
 

@@ -2,7 +2,7 @@
 
     weights           the parameters as one device computes with them
     written_traffic   every collective of a step as it is written, to compare with `jaxpar.plan.trace`
-    compiled_traffic  with what XLA adds for the norm of the gradients, to compare with `jaxpar.plan.traffic`
+    compiled_traffic  with what XLA adds for the norm of the gradients, to compare with `jaxpar.plan.traffic`; gpu_traffic on GPUs
     state_bytes, batch_bytes, weight_bytes, gradient_bytes, saved_bytes     memory of one device
 
 Each collective is a `traffic.Collective` whose `source` says what it is for, so that `traffic.summary` adds up formulas and programs alike.
@@ -144,6 +144,16 @@ def compiled_traffic(config: Config) -> list[Collective]:
         *written_traffic(config),
         *_send(config, "norm of the gradients", "all_reduce", (TENSOR,), over_tensor, 1, dtype),
         *_send(config, "norm of the gradients", "all_reduce", REPLICA, over_replicas, 1, dtype),
+    ]
+
+
+def gpu_traffic(config: Config) -> list[Collective]:
+    """As `compiled_traffic`, for GPUs: there XLA sums a gradient's squares over all axes that split it at once."""
+    dtype, each = config.train.master_dtype, weights(config)
+    kinds = [(*(REPLICA if weight.split else ()), *((TENSOR,) if weight.on_tensor else ())) for weight in each]
+    return [
+        *written_traffic(config),
+        *(one for axes in kinds for one in _send(config, "norm of the gradients", "all_reduce", axes, 1, 1, dtype)),
     ]
 
 

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxpar import gpu
 from jaxpar.config import Config
 from jaxpar.params import Tree, init_params
 from jaxpar.train import optimizer as rule
@@ -99,7 +100,10 @@ def build_training(config: Config, mesh: Mesh) -> Training:
     shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
     batch = {name: NamedSharding(mesh, spec) for name, spec in BATCH_SPECS.items()}
     replicated = NamedSharding(mesh, PartitionSpec())
-    jitted = jax.jit(step, in_shardings=(shardings, batch), out_shardings=(shardings, replicated), donate_argnums=0)
+    options = gpu.compiler_options(config.gpu) if mesh.devices.flat[0].platform == "gpu" else None
+    jitted = jax.jit(
+        step, in_shardings=(shardings, batch), out_shardings=(shardings, replicated), donate_argnums=0, compiler_options=options
+    )
     return Training(config, mesh, gradients, optimizer, state, jitted)
 
 
