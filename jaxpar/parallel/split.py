@@ -25,6 +25,7 @@ import jax.numpy as jnp
 
 from jaxpar.parallel.dependence import cut_loop, needed, reached
 from jaxpar.parallel.flatten import run
+from jaxpar.parallel.interleave import run_together
 from jaxpar.parallel.joint import Block, Joint, Tree, trace, weight_matmuls
 from jaxpar.parallel.operations import Atom, Op, Value, count, made, matmul_flops, values_of
 from jaxpar.parallel.remat import Policy, kept, root
@@ -63,6 +64,8 @@ class Cut:
     backward: Callable[..., tuple[Any, Tree]]
     saved_for_weight: tuple[int, ...]
     facts: Facts
+    forward_together: Callable[..., Any]
+    backward_together: Callable[..., Any]
 
     def check_split(self) -> None:
         """Assert what a pipeline relies on. AssertionError says which block property failed."""
@@ -188,4 +191,23 @@ def _programs(
         dx, *rest = evaluate(bw_ops, backward_inputs, arguments, [joint.dx, *joint.dparams])
         return dx, dparams(rest)
 
-    return Cut(forward, backward_input, backward_weight, backward, for_weight, facts)
+    def together(
+        ops: list[Op], inputs: list[Value], arguments: list[list[Any]], outputs: list[Any], entering: Any, critical: Any
+    ) -> list[list[Any]]:
+        envs = [dict(joint.captured) | dict(zip(inputs, a, strict=True)) for a in arguments]
+        run_together(ops, envs, critical, set(entering))
+        return [[env[a] if isinstance(a, Value) else jnp.asarray(a.val, a.aval.dtype) for a in outputs] for env in envs]
+
+    def forward_together(params: Tree, xs: Any, contexts: Any) -> Any:
+        inputs = [*joint.params, joint.x, *joint.context]
+        arguments = [[*leaves(params), x, *leaves(c)] for x, c in zip(xs, contexts, strict=True)]
+        results = together(f_ops, inputs, arguments, [joint.y, *joint.aux, *saved], [joint.x], [joint.y])
+        n = len(joint.aux)
+        return [(y, joint.aux_tree.unflatten(rest[:n]), tuple(rest[n:])) for y, *rest in results]
+
+    def backward_together(params: Tree, saveds: Any, contexts: Any, dys: Any, daux: list[Any]) -> Any:
+        arguments = [[*leaves(params), *k, *leaves(c), dy, *daux] for k, c, dy in zip(saveds, contexts, dys, strict=True)]
+        results = together(bw_ops, backward_inputs, arguments, [joint.dx, *joint.dparams], [*saved, joint.dy], [joint.dx])
+        return [(dx, dparams(rest)) for dx, *rest in results]
+
+    return Cut(forward, backward_input, backward_weight, backward, for_weight, facts, forward_together, backward_together)

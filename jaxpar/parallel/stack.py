@@ -29,7 +29,9 @@ from jax import lax
 from jaxpar.parallel import collectives, remat, split
 
 Tree = Any
-import os; UNROLL=int(os.environ.get("UNROLL","1"))
+import os
+
+UNROLL = int(os.environ.get("UNROLL", "1"))
 
 
 class Context(NamedTuple):
@@ -110,8 +112,13 @@ class LayerStack:
     def _whole(self, shards: Tree) -> Tree:
         return self.gather(shards) if self.gather is not None else shards
 
-    def backward(self, layers: Tree, saved: Saved, dy: Any, daux: list[Any], grads: Tree | None = None) -> tuple[Any, Tree]:
+    def backward(
+        self, layers: Tree, saved: Saved, dy: Any, daux: list[Any], grads: Tree | None = None, before: Tree = ()
+    ) -> tuple[Any, Tree]:
         """dy [B, S, D] -> dx [B, S, D] and the gradients of all layers, added to `grads` (in its dtype) when given.
+
+        `before`, used where layers are gathered or reduced one by one: values that shall be there before the last layer begins, such as
+        the head's gradient in a narrow dtype; the float32 one would else wait in memory beside a layer's working set.
 
         Bytes moved: the block's collectives, with `gather` each layer's weights once more, with `reduce` each layer's gradients once.
         """
@@ -120,10 +127,10 @@ class LayerStack:
             results = saved.cut.backward_together(weights, kept, [c._replace(layer=flags) for c in saved.context], dys, daux)
             return tuple(r[0] for r in results), _sum([r[1] for r in results])
 
-        return self._over_layers_backward(layer, layers, saved, dy, daux, grads)
+        return self._over_layers_backward(layer, layers, saved, dy, daux, grads, before)
 
     def _over_layers_backward(
-        self, layer: Any, layers: Tree, saved: Saved, dy: Any, daux: list[Any], grads: Tree | None
+        self, layer: Any, layers: Tree, saved: Saved, dy: Any, daux: list[Any], grads: Tree | None, before: Tree
     ) -> tuple[Any, Tree]:
         length, flags = _length(layers), saved.context[0].layer
         dys = _split(dy, self.parts)
@@ -151,7 +158,8 @@ class LayerStack:
         # The last layer, which has nobody's gradients to reduce, and under ZeRO-3 the first, which has nobody's weights to gather, stand
         # outside the loop: inside it they would send a layer of zeros and a layer of weights for nothing.
         end, gathered = length - 1, self.gather is not None
-        last = lax.optimization_barrier(saved.last) if saved.last is not None else _pick(saved.parts, end)
+        last = saved.last if saved.last is not None else _pick(saved.parts, end)
+        dys, last, _ = lax.optimization_barrier((dys, last, before))  # so what the forward did not keep is not kept after all
         dys, waiting, weights = step(end, last, dys, saved.weights, gathered and end > 0)
         if grads is None:
             part = jax.eval_shape(reduce, waiting)

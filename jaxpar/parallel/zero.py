@@ -62,20 +62,21 @@ def places(specs: Tree, table: rules.Rules, level: int, sequence_parallel: bool)
     return map_leaves(place, specs)
 
 
-def gather(shards: Tree, places: Tree) -> Tree:
-    """Home -> whole, marked varying wherever the gradient will be a partial sum: W[.., D_replicas] -> W[.., D].
+def gather(shards: Tree, places: Tree, dtype: Any) -> Tree:
+    """Home -> whole in `dtype`, marked varying wherever the gradient will be a partial sum: W[.., D_replicas] -> W[.., D].
 
-    Sends (n-1)/n of each split weight in the dtype it has. Its inverse for gradients is `reduce`.
+    Sends (n-1)/n of each split weight in `dtype`. Its inverse for gradients is `scatter`.
     """
-    return jax.tree.map(lambda w, place: _gather(w, place.split, place), shards, places)
+    return jax.tree.map(lambda w, place: _gather(w, place.split, place, dtype), shards, places)
 
 
-def gather_layer(shards: Tree, places: Tree) -> Tree:
-    """`gather` of one layer's slices."""
-    return jax.tree.map(lambda w, place: _gather(w, place.layer_split, place), shards, places)
+def gather_layer(shards: Tree, places: Tree, dtype: Any) -> Tree:
+    """`gather` of one layer's slices, cast one layer at a time: the other layers take no memory in `dtype`."""
+    return jax.tree.map(lambda w, place: _gather(w, place.layer_split, place, dtype), shards, places)
 
 
-def _gather(w: jax.Array, split: rules.Placement | None, place: Place) -> jax.Array:
+def _gather(w: jax.Array, split: rules.Placement | None, place: Place, dtype: Any) -> jax.Array:
+    w = w.astype(dtype)
     if split is not None:
         w = collectives.all_gather(w, split[1], split[0])
     return collectives.vary(w, place.partial)

@@ -106,9 +106,7 @@ def compile_run(config: Config, hardware: Hardware, nodes: int | None = None, gp
             raise
         compile_seconds = time.perf_counter() - start
         alive = memory.read_dump(Path(folder))
-    return Compiled(
-        config, hardware, mesh, training, compiled.as_text(), compiled.memory_analysis(), alive, lower_seconds, compile_seconds
-    )
+    return Compiled(config, hardware, mesh, training, compiled.as_text(), compiled.memory_analysis(), alive, lower_seconds, compile_seconds)
 
 
 def report(compiled: Compiled) -> dict[str, Any]:

@@ -204,7 +204,11 @@ def working_bytes(config: Config) -> int:
     size = jnp.dtype(config.train.compute_dtype).itemsize
     heads = (2 * model.heads + 2 * max(model.kv_heads, t)) // t
     part = b * s // config.train.interleave
-    return size * part * (2 * model.width // formulas.token_shards(config) + 2 * model.width + heads * model.head_width + 4 * model.mlp_width // t)
+    return (
+        size
+        * part
+        * (2 * model.width // formulas.token_shards(config) + 2 * model.width + heads * model.head_width + 4 * model.mlp_width // t)
+    )
 
 
 def predicted_peak(config: Config) -> int:
@@ -218,7 +222,11 @@ def predicted_peak(config: Config) -> int:
     held = formulas.state_bytes(config) + formulas.batch_bytes(config) + saved
     size = jnp.dtype(train.compute_dtype).itemsize
     (b, s), t = formulas.microbatch(config), config.mesh.tensor
-    head = next(weight.elements for weight in formulas.weights(config) if weight.name.endswith("head/table" if not model.tied else "embedding/table"))
+    head = next(
+        weight.elements
+        for weight in formulas.weights(config)
+        if weight.name.endswith("head/table" if not model.tied else "embedding/table")
+    )
     chunk = min(train.loss_chunk, b * s) * head // model.width
     loss = head * (size + 4) + chunk * (4 + 2 * size) + 3 * size * b * s * model.width
     layer = working_bytes(config)

@@ -1,7 +1,7 @@
 """What a compiled program sends beside what its strategy should: one row for each axis and kind, and what nobody expected.
 
-    compare   text, mesh, formulas -> (rows, unexpected)
-    sources   where instructions come from, file and line, from the tables at the head of the text
+compare   text, mesh, formulas -> (rows, unexpected)
+sources   where instructions come from, file and line, from the tables at the head of the text
 """
 
 from __future__ import annotations
