@@ -14,7 +14,7 @@ import dataclasses
 import importlib.util
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from jax.sharding import Mesh
 from jaxpar import gpu, rules
 from jaxpar.config import Config
 from jaxpar.mesh import make_mesh
-from jaxpar.plan import formulas, memory, sent, work
+from jaxpar.plan import formulas, memory, sent, simulate, work
 from jaxpar.plan.hardware import Hardware
 from jaxpar.train.step import Training, build_training
 
@@ -110,7 +110,7 @@ def compile_run(config: Config, hardware: Hardware, nodes: int | None = None, gp
 
 
 def report(compiled: Compiled) -> dict[str, Any]:
-    """Memory, traffic, FLOPs and, where the simulator is there, time: nested dicts, lists and numbers."""
+    """Memory, traffic, FLOPs and simulated time: nested dicts, lists and numbers."""
     config = compiled.config
     held = memory.measure(config, compiled.training, compiled.text, compiled.sizes, compiled.alive)
     rows, unexpected = sent.compare(compiled.text, compiled.mesh, formulas.gpu_traffic(config))
@@ -129,14 +129,19 @@ def report(compiled: Compiled) -> dict[str, Any]:
     }
 
 
-def simulated(compiled: Compiled) -> Mapping[str, Any] | None:
-    """The simulator's step time, None where there is no simulator yet."""
-    try:
-        from jaxpar.plan import simulate
-    except ImportError:
-        return None
+def simulated(compiled: Compiled) -> dict[str, Any]:
+    """Step time by the simulator: `step_seconds`, `tokens_per_second_per_gpu`, `mfu` (causal attention counted half) and `mfu_full` (the
+    whole score matrix), `exposed_seconds` by axis."""
+    config, peak = compiled.config, compiled.hardware.peak_flops["bfloat16"]
     found = simulate.simulate(compiled.text, compiled.mesh, compiled.hardware)
-    return dataclasses.asdict(found) if dataclasses.is_dataclass(found) else found
+    gpus, seconds = config.mesh.devices, found.step_seconds
+    return {
+        "step_seconds": seconds,
+        "tokens_per_second_per_gpu": config.train.batch * config.data.sequence / seconds / gpus,
+        "mfu": work.model_flops(config) / gpus / seconds / peak,
+        "mfu_full": work.model_flops(config, causal=False) / gpus / seconds / peak,
+        "exposed_seconds": {"+".join(axes): waited for axes, waited in found.exposed_seconds.items()},
+    }
 
 
 def alternatives(config: Config) -> dict[str, Config]:

@@ -221,7 +221,7 @@ def predicted_peak(config: Config) -> int:
         saved = 2 * (formulas.saved_bytes(_with_remat(config, "matmuls")) or 0)
     held = formulas.state_bytes(config) + formulas.batch_bytes(config) + saved
     size = jnp.dtype(train.compute_dtype).itemsize
-    (b, s), t = formulas.microbatch(config), config.mesh.tensor
+    b, s = formulas.microbatch(config)
     head = next(
         weight.elements
         for weight in formulas.weights(config)

@@ -61,10 +61,10 @@ def measure(text: str) -> Work:
     return Work(matmul_flops(text), attention, dict(calls))
 
 
-def model_flops(config: Config) -> int:
+def model_flops(config: Config, causal: bool = True) -> int:
     """6 x matrix elements x tokens, and 12 x layers x heads x head width x (keys a query sees) x tokens, all devices together.
 
-    Keys: half of the sequence, or of a window what it holds. The embedding is a lookup and counts nothing; the head does.
+    Keys: half of the sequence, or of a window what it holds; all of it where `causal` is not counted. The embedding is a lookup and counts nothing; the head does.
     """
     model, tokens = config.model, config.train.batch * config.data.sequence
     specs = flatten(Decoder(model, model.vocabulary).specs)
@@ -72,4 +72,6 @@ def model_flops(config: Config) -> int:
     length = config.data.sequence
     windows = [model.windows[layer % len(model.windows)] for layer in range(model.layers)]
     seen = sum(length / 2 if not window or window >= length else window - window * window / (2 * length) for window in windows)
+    if not causal:
+        seen = length * model.layers
     return round(6 * matrices * tokens + 12 * model.heads * model.head_width * seen * tokens)
