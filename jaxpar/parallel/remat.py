@@ -64,10 +64,16 @@ def kept(keep: Policy, ops: list[Op], early: set[Value], late: set[Value], weigh
 
 
 def _reduced(value: Value, readers: dict[Value, list[Op]]) -> Value:
-    """What a reduction makes of `value`, where nothing else reads it: no larger, and the backward need not send it again."""
-    read = readers.get(value, [])
-    alone = len(read) == 1 and read[0].name in REDUCTIONS and len(read[0].outputs) == 1
-    return read[0].outputs[0] if alone else value
+    """What a reduction makes of `value`, where nothing else reads it, re-typings looked through: no larger, and the backward need not send
+    it again."""
+    found = value
+    while len(read := readers.get(found, [])) == 1 and len(read[0].outputs) == 1:
+        found = read[0].outputs[0]
+        if read[0].name in REDUCTIONS:
+            return found
+        if read[0].name not in VIEWS:
+            break
+    return value
 
 
 def root(value: Value, maker: dict[Value, Op], early: set[Value], through_gathers: bool) -> Value:

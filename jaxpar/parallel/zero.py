@@ -20,9 +20,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jaxpar import rules
+from jaxpar.mesh import AXES
 from jaxpar.parallel import collectives
 from jaxpar.params import Tree, flatten, map_leaves
 
@@ -108,6 +110,20 @@ def finish(grads: Tree, places: Tree, dtype: Any) -> Tree:
         return collectives.all_reduce(g.astype(dtype), left) if left else g.astype(dtype)
 
     return jax.tree.map(all_reduce, grads, places)
+
+
+def norm(grads: Tree) -> jax.Array:
+    """Euclidean norm of finished gradients at home, each parameter counted once; in float32, or float64 if a leaf is.
+
+    Sends one scalar for each set of axes that splits some of them: two sums over three groups of devices at most, where XLA left to itself
+    reduces every leaf's.
+    """
+    sums: dict[tuple[str, ...], jax.Array] = {}
+    for g in jax.tree.leaves(grads):
+        axes = tuple(axis for axis in AXES if axis in collectives.varying(g))
+        wide = g.astype(jnp.promote_types(g.dtype, jnp.float32))
+        sums[axes] = sums.get(axes, 0) + (wide * wide).sum()
+    return jnp.sqrt(sum(collectives.all_reduce(total, axes) if axes else total for axes, total in sums.items()))
 
 
 def replicated(specs: Tree, places: Tree, sizes: Mapping[str, int]) -> tuple[str, ...]:

@@ -113,7 +113,7 @@ def report(compiled: Compiled) -> dict[str, Any]:
     """Memory, traffic, FLOPs and simulated time: nested dicts, lists and numbers."""
     config = compiled.config
     held = memory.measure(config, compiled.training, compiled.text, compiled.sizes, compiled.alive)
-    rows, unexpected = sent.compare(compiled.text, compiled.mesh, formulas.gpu_traffic(config))
+    rows, unexpected = sent.compare(compiled.text, compiled.mesh, formulas.step_traffic(config))
     done = work.measure(compiled.text)
     usable = int(compiled.hardware.memory * gpu.MEMORY_FRACTION)
     return {

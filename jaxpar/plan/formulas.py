@@ -1,8 +1,7 @@
 """What a training step sends and holds, from its configuration alone: to plan a run, and to hold against the program.
 
     weights           the parameters as one device computes with them
-    written_traffic   every collective of a step as it is written, to compare with `jaxpar.plan.trace`
-    compiled_traffic  with what XLA adds for the norm of the gradients, to compare with `jaxpar.plan.traffic`; gpu_traffic on GPUs
+    step_traffic      every collective of a step, to compare with `jaxpar.plan.trace` and `jaxpar.plan.traffic`
     state_bytes, batch_bytes, weight_bytes, gradient_bytes, saved_bytes     memory of one device
 
 Each collective is a `traffic.Collective` whose `source` says what it is for, so that `traffic.summary` adds up formulas and programs alike.
@@ -129,38 +128,14 @@ def _send(config: Config, what: str, kind: str, axes: tuple[str, ...], count: in
     return [Collective(kind, axes, group, count, ring_bytes(kind, group, payload), payload, dtype, False, what)] if axes and count else []
 
 
-def written_traffic(config: Config) -> list[Collective]:
+def step_traffic(config: Config) -> list[Collective]:
     """Every collective of one training step, in no particular order.
 
     `element-wise` optimizers (adamw, lion, sgd) send nothing. XLA may move what a loop repeats unchanged out of it: ZeRO-3's gathers of
     embedding, norm, head, first and last layer then happen once a step instead of once a microbatch.
     """
     found = [each for weight in weights(config) for each in [*_gathers(config, weight), *_reductions(config, weight)]]
-    return [*found, *_activations(config), *_loss(config), *_scalars(config)]
-
-
-def compiled_traffic(config: Config) -> list[Collective]:
-    """`written_traffic` and the sums of squares of each gradient over the axes that split it, which XLA derives from the shardings."""
-    dtype, each = config.train.master_dtype, weights(config)
-    over_tensor, over_replicas = sum(weight.on_tensor for weight in each), sum(weight.split for weight in each)
-    return [
-        *written_traffic(config),
-        *_send(config, "norm of the gradients", "all_reduce", (TENSOR,), over_tensor, 1, dtype),
-        *_send(config, "norm of the gradients", "all_reduce", REPLICA, over_replicas, 1, dtype),
-    ]
-
-
-def gpu_traffic(config: Config) -> list[Collective]:
-    """As `compiled_traffic`, for GPUs: there XLA sums a gradient's squares over all axes that split it at once, and where gradients one
-    after another, from the first on, are split alike it adds their squares before it sends the sum."""
-    dtype, each = config.train.master_dtype, weights(config)
-    kinds = [(*(REPLICA if weight.split else ()), *((TENSOR,) if weight.on_tensor else ())) for weight in each]
-    alike = next((n for n, axes in enumerate(kinds) if axes != kinds[0]), len(kinds))
-    kinds = kinds[max(alike - 1, 0) :]
-    return [
-        *written_traffic(config),
-        *(one for axes in kinds for one in _send(config, "norm of the gradients", "all_reduce", axes, 1, 1, dtype)),
-    ]
+    return [*found, *_activations(config), *_loss(config), *_scalars(config), *_norm(config)]
 
 
 def _gathers(config: Config, weight: Weight) -> list[Collective]:
@@ -243,6 +218,12 @@ def _scalars(config: Config) -> list[Collective]:
     dtype = _scalar_dtype(config)
     labels = _send(config, "labels", "all_reduce", REPLICA, 1, 1, "int32")
     return [*labels, *2 * _send(config, "sums of losses", "all_reduce", REPLICA, 1, 1, dtype)]
+
+
+def _norm(config: Config) -> list[Collective]:
+    """The gradients' sum of squares: one scalar for each set of axes that splits some of them."""
+    kinds = {(*(REPLICA if weight.split else ()), *((TENSOR,) if weight.on_tensor else ())) for weight in weights(config)}
+    return [one for axes in sorted(kinds) for one in _send(config, "norm of the gradients", "all_reduce", axes, 1, 1, _scalar_dtype(config))]
 
 
 def state_bytes(config: Config) -> int:

@@ -50,7 +50,7 @@ class Gradients:
         """Masters at home, a global batch, the step's number -> metrics and gradients at home, in the master dtype.
 
         The loss is the sum of token losses over the number of labels in the whole batch, over all microbatches and devices.
-        metrics: `loss` (cross entropy, mean), `z_loss` (mean), `tokens` (labels counted), all replicated scalars.
+        metrics: `loss` (cross entropy, mean), `z_loss` (mean), `tokens` (labels counted), `grad_norm`, all replicated scalars.
         """
         homes = jax.tree.map(lambda place: place.home, self.places)
         replicated = PartitionSpec()
@@ -58,7 +58,7 @@ class Gradients:
             self.local,
             mesh=self.mesh,
             in_specs=(homes, BATCH_SPECS, replicated),
-            out_specs=({"loss": replicated, "z_loss": replicated, "tokens": replicated}, homes),
+            out_specs=(dict.fromkeys(("loss", "z_loss", "tokens", "grad_norm"), replicated), homes),
         )
         return program(params, batch, step)
 
@@ -89,7 +89,7 @@ class Gradients:
             grads = zero.scatter(grads, self.places, reduction)
         grads = jax.tree.map(lambda g: g.astype(master), zero.finish(grads, self.places, reduction))
         sums = jax.tree.map(lambda s: collectives.all_reduce(s, REPLICA) * scale, sums)
-        return {**sums, "tokens": tokens}, grads
+        return {**sums, "tokens": tokens, "grad_norm": zero.norm(grads)}, grads
 
     def microbatch(
         self, weights: Tree, scale: jax.Array, key: jax.Array, grads: Tree | None, batch: dict[str, jax.Array]

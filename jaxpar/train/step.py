@@ -79,10 +79,9 @@ def build_training(config: Config, mesh: Mesh) -> Training:
 
     def step(state: State, batch: dict[str, jax.Array]) -> tuple[State, Metrics]:
         metrics, grads = gradients(state["params"], batch, state["step"])
-        if config.optimizer.clip is None:
-            norm = rule.global_norm(grads)
-        else:
-            grads, norm = rule.clip_by_global_norm(grads, config.optimizer.clip)
+        norm = metrics["grad_norm"]
+        if config.optimizer.clip is not None:
+            grads = rule.clip_to(grads, norm, config.optimizer.clip)
         finite = jnp.isfinite(norm) & jnp.isfinite(metrics["loss"])
         updates, optimizer_state = optimizer.update(grads, state["optimizer"], state["params"])
         params = optax.apply_updates(state["params"], updates)
@@ -91,7 +90,6 @@ def build_training(config: Config, mesh: Mesh) -> Training:
         skipped = state["skipped"] + 1 - finite.astype(jnp.int32)
         metrics = {
             **metrics,
-            "grad_norm": norm,
             "learning_rate": jnp.asarray(rate(state["step"] - state["skipped"]), jnp.float32),
             "skipped": skipped,
         }
