@@ -64,6 +64,12 @@ FLAGS = (
     Flag("xla_gpu_enable_pipelined_reduce_scatter", False, "the layer stack reduces one layer late itself"),
     Flag("xla_gpu_enable_pipelined_all_reduce", False, "gradients are all-reduced once, after the loop over microbatches"),
     Flag(
+        "xla_gpu_experimental_parallel_collective_overlap_limit",
+        4,
+        "by default the scheduler starts no collective before the one under way is done, though those over `tensor` use NVLink and those "
+        "over `data` the network; with room for both, and for one more in line on each, 4% of a step is won (docs/compile.md)",
+    ),
+    Flag(
         "xla_gpu_enable_highest_priority_async_stream",
         True,
         "a collective's few blocks get onto the GPU while a matmul fills it; at equal priority it would wait for the matmul's tail",

@@ -29,9 +29,6 @@ from jax import lax
 from jaxpar.parallel import collectives, remat, split
 
 Tree = Any
-import os
-
-UNROLL = int(os.environ.get("UNROLL", "1"))
 
 
 class Context(NamedTuple):
@@ -89,7 +86,7 @@ class LayerStack:
         cut = split.cut(self.block, layer_types, xs[0], _pick_flags(contexts[0], 0), self.keep, fused_loops=self.fused_loops)
 
         def layer(weights: Tree, xs: tuple[Any, ...], flags: Tree) -> tuple[tuple[Any, ...], tuple[Any, Any]]:
-            results = cut.forward_together(weights, xs, [c._replace(layer=flags) for c in contexts])
+            results = cut.forward_parts(weights, xs, [c._replace(layer=flags) for c in contexts])
             aux = jax.tree.map(lambda *a: sum(a[1:], a[0]), *(r[1] for r in results))
             return tuple(r[0] for r in results), (aux, tuple(r[2] for r in results))
 
@@ -124,7 +121,7 @@ class LayerStack:
         """
 
         def layer(weights: Tree, kept: Any, dys: tuple[Any, ...], daux: list[Any], flags: Tree) -> tuple[Any, Tree]:
-            results = saved.cut.backward_together(weights, kept, [c._replace(layer=flags) for c in saved.context], dys, daux)
+            results = saved.cut.backward_parts(weights, kept, [c._replace(layer=flags) for c in saved.context], dys, daux)
             return tuple(r[0] for r in results), _sum([r[1] for r in results])
 
         return self._over_layers_backward(layer, layers, saved, dy, daux, grads, before)

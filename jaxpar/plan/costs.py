@@ -22,10 +22,8 @@ from jaxpar.plan.hlo import Computation, Instruction, Program, dot_flops
 from jaxpar.plan.traffic import Collective
 
 # Instructions that start no kernel: names for memory that is there already.
-FREE = frozenset(
-    "parameter constant tuple get-tuple-element bitcast after-all optimization-barrier partition-id replica-id domain "
-    "add-dependency opt-barrier".split()
-)
+FREE = frozenset(("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "add-dependency", "domain"))
+FREE |= frozenset(("optimization-barrier", "opt-barrier", "partition-id", "replica-id"))
 ATTENTION = "__cudnn$fmha"
 # Output tiles of Hopper's matmul kernels, and the contraction that costs as much as a tile's start and end.
 TILES = ((128, 256), (256, 128), (128, 128), (64, 128), (128, 64), (64, 64))

@@ -3,10 +3,10 @@
     simulate     compiled text, mesh, hardware -> Simulation
     Simulation   seconds of a step, exposed by axes, by kind; events to draw
 
-XLA's instructions are in the order in which they are launched. Kernels run one after another on one compute stream; collectives on one
-stream a link (inside a node, between nodes). A start enqueues its collective when the stream of kernels gets there, a done makes
-kernels wait for it, and a synchronous collective is both at once. What kernels wait is *exposed*, and is charged to the axes of what their link
-carries meanwhile. A loop's body is walked until two iterations take equally long; the rest are counted, not walked.
+XLA's instructions are in the order in which they are launched. Kernels run one after another on one compute stream, collectives on one
+stream for each link (inside a node, between nodes). A start enqueues its collective when the stream of kernels gets there, a done makes
+kernels wait for it, and a synchronous collective is both at once. What kernels wait is *exposed*, and is charged to the axes of what the
+link carries meanwhile. A loop's body is walked until two iterations take equally long; the rest are counted, not walked.
 
 Left out: kernels that slow down because NCCL takes some of their multiprocessors and of their memory bandwidth, stragglers, contention
 between jobs, and the host.
@@ -225,7 +225,9 @@ class _Walk:
                 return
             last = shape
 
-    def skip(self, each: Instruction, times: int, seconds: float, before: Mapping[tuple[str, object], float], ahead: Mapping[str, float]) -> None:
+    def skip(
+        self, each: Instruction, times: int, seconds: float, before: Mapping[tuple[str, object], float], ahead: Mapping[str, float]
+    ) -> None:
         for key, value in list(self.totals.items()):
             self.totals[key] = value + times * (value - before.get(key, 0.0))
         end = self.now + times * seconds
@@ -237,7 +239,9 @@ class _Walk:
     def branches(self, each: Instruction) -> None:
         """The branch with the longest total of kernels and transfers, walked."""
         listed = re.search(r"branch_computations=\{([^}]*)\}", each.attributes)
-        names = re.findall(r"%?([\w.\-]+)", listed.group(1)) if listed else [each.attribute(f"{way}_computation") for way in ("true", "false")]
+        names = (
+            re.findall(r"%?([\w.\-]+)", listed.group(1)) if listed else [each.attribute(f"{way}_computation") for way in ("true", "false")]
+        )
         self.computation(max((name for name in names if name), key=self.length))
 
     def length(self, name: str) -> float:
