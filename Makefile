@@ -2,6 +2,7 @@
 #   make demo       train a small Llama on 8 simulated devices, resume, print sampled text
 #   make test       default tests        make test-slow   the long ones        make test-all   both
 #   make lint       ruff, types, import arrows
+#   make test-gpu-compile   compile for GPUs with JAX's CUDA plugin, in an environment of its own; needs no GPU
 #   make bench      the numbers of the README's table
 #   make venv       the environment alone
 
@@ -15,7 +16,7 @@ PYTHON := $(shell for python in python3.11 python3 python3.12 python3.13; do \
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: venv demo test test-slow test-all bench lint format clean
+.PHONY: venv demo test test-slow test-all test-gpu-compile bench lint format clean
 
 venv: $(STAMP)
 
@@ -39,6 +40,11 @@ test-slow: venv
 test-all: venv
 	$(BIN)/python -m pytest -q -n $(WORKERS)
 
+# The plugin is half a gigabyte of wheels: an environment of its own. CPU is the platform, whatever the machine has.
+test-gpu-compile:
+	$(MAKE) venv VENV=.venvgpu CONSTRAINTS=constraints-cuda.txt EXTRA=test,cuda
+	JAX_PLATFORMS=cpu .venvgpu/bin/python -m pytest -q -p no:xdist -m gpu_compile tests
+
 bench: venv
 	$(BIN)/python scripts/bench.py
 
@@ -53,4 +59,4 @@ format: venv
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf .venv .venv312 .jax_cache .mypy_cache .ruff_cache .import_linter_cache .pytest_cache .hypothesis *.egg-info
+	rm -rf .venv .venv312 .venvgpu .jax_cache .mypy_cache .ruff_cache .import_linter_cache .pytest_cache .hypothesis *.egg-info

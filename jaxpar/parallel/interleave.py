@@ -21,8 +21,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from jax import lax
-
+from jaxpar.parallel.collectives import barrier
 from jaxpar.parallel.dependence import needed
 from jaxpar.parallel.flatten import run
 from jaxpar.parallel.operations import Atom, Op, Value, made, matmul_flops, values_of
@@ -167,10 +166,8 @@ def _halves(ops: Sequence[Op]) -> tuple[list[Op], list[Op]]:
 
 
 def _barrier(one: Env, ones: set[Value], other: Env, others: set[Value]) -> None:
-    """Each of these values of two parts exists only when all do."""
-    left, right = [v for v in one if v in ones], [v for v in other if v in others]
-    if not left or not right:
-        return
-    values = lax.optimization_barrier([*(one[v] for v in left), *(other[v] for v in right)])
-    one.update(zip(left, values[: len(left)], strict=True))
-    other.update(zip(right, values[len(left) :], strict=True))
+    """Each of these values of two parts exists only when all do. (An all-reduce's result varies over fewer axes and stays out.)"""
+    places = [(env, v) for env, values in ((one, ones), (other, others)) for v in env if v in values]
+    if ones and others:
+        for (env, v), value in zip(places, barrier([env[v] for env, v in places]), strict=True):
+            env[v] = value

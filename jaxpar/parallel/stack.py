@@ -49,7 +49,7 @@ class Saved:
     """What the forward leaves for the backward. `parts`: for each part of the batch, the kept values stacked over layers [L, ...].
 
     Where weights are gathered layer by layer, the last layer stands outside the loop: `parts` then holds L - 1 layers, `last` the kept
-    values of the last, `weights` its gathered weights, with which the backward begins at once.
+    values of the last, `weights` its gathered weights but those gathered `again`, with which the backward begins at once.
     """
 
     parts: tuple[tuple[Any, ...], ...]
@@ -67,6 +67,7 @@ class LayerStack:
     gather:  shards of one layer -> whole local weights (ZeRO-3); None: `layers` are whole.
     reduce:  local gradients of one layer -> what the accumulation buffer holds (ZeRO-2, -3); None: they are added as they are.
     parts:   how many parts of the batch run interleaved inside a layer body.
+    again:   names in a layer whose weights are not held from the last layer's forward to its backward, with `gather`.
     """
 
     block: Callable[[Tree, Any, Context], tuple[Any, Tree]]
@@ -74,6 +75,7 @@ class LayerStack:
     gather: Callable[[Tree], Tree] | None = None
     reduce: Callable[[Tree], Tree] | None = None
     parts: int = 1
+    again: tuple[str, ...] = ()
     fused_loops: bool = False
 
     def forward(self, layers: Tree, x: Any, context: Context) -> tuple[Any, Saved, Tree]:
@@ -104,7 +106,12 @@ class LayerStack:
         (xs, weights), (aux, saved) = lax.scan(body, (xs, self._whole(_pick(layers, 0))), jnp.arange(end))
         ys, (last_aux, last) = layer(weights, xs, _pick(context.layer, end))
         aux = jax.tree.map(lambda a, b: jnp.concatenate([a, b[None]]), aux, last_aux)
-        return _join(ys), Saved(saved, tuple(contexts), cut, last, weights), aux
+        held = {name: weight for name, weight in weights.items() if name not in self.again}
+        return _join(ys), Saved(saved, tuple(contexts), cut, last, held), aux
+
+    def _shards_again(self, layers: Tree) -> Tree:
+        """Of the last layer, what its backward gathers again."""
+        return {name: _pick(layers[name], _length(layers) - 1) for name in self.again}
 
     def _whole(self, shards: Tree) -> Tree:
         return self.gather(shards) if self.gather is not None else shards
@@ -156,8 +163,10 @@ class LayerStack:
         # outside the loop: inside it they would send a layer of zeros and a layer of weights for nothing.
         end, gathered = length - 1, self.gather is not None
         last = saved.last if saved.last is not None else _pick(saved.parts, end)
-        dys, last, _ = lax.optimization_barrier((dys, last, before))  # so what the forward did not keep is not kept after all
-        dys, waiting, weights = step(end, last, dys, saved.weights, gathered and end > 0)
+        # Behind a barrier, or what the forward did not keep would be kept after all.
+        dys, last, shards, _ = collectives.barrier((dys, last, self._shards_again(layers) if gathered else {}, before))
+        weights = {**saved.weights, **self._whole(shards)} if saved.weights is not None else None
+        dys, waiting, weights = step(end, last, dys, weights, gathered and end > 0)
         if grads is None:
             part = jax.eval_shape(reduce, waiting)
             grads = jax.tree.map(
@@ -203,7 +212,8 @@ class LayerStack:
             return (dys, following), deferred
 
         end = length - 1
-        dys, last = layer(saved.weights, dys, (saved.last, _pick(daux, end), _pick(flags, end)))
+        weights = {**(saved.weights or {}), **self._whole(self._shards_again(layers))}
+        dys, last = layer(weights, dys, (saved.last, _pick(daux, end), _pick(flags, end)))
         start = (dys, self._whole(_pick(layers, max(end - 1, 0))))
         (dxs, _), deferred = lax.scan(body, start, (jnp.arange(end), saved.parts), reverse=True)
         return _join(dxs), (deferred, last)

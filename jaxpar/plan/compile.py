@@ -48,7 +48,7 @@ class Compiled:
     compile_seconds: float
 
 
-def _plugin_present() -> bool:
+def plugin_present() -> bool:
     try:
         return any(importlib.util.find_spec(name) is not None for name in PLUGINS)
     except ModuleNotFoundError:
@@ -61,7 +61,7 @@ def devices(hardware: Hardware, nodes: int, gpus_per_node: int) -> Sequence[Any]
     Raises ValueError where the CUDA plugin is missing or of another version than jax.
     """
     install = f'pip install "jax[cuda13]=={jax.__version__}"'
-    if not _plugin_present():
+    if not plugin_present():
         raise ValueError(f"compiling for GPUs needs JAX's CUDA plugin, though no GPU: {install}")
     try:
         found = topologies.get_topology_desc(

@@ -18,7 +18,7 @@ A step of M parameters a device (before ZeRO), a accumulated microbatches:
     ZeRO 3    all-gather (2 - 1/L) a · M for layers, a · M for norm and head, reduce-scatter as ZeRO 2; the embedding either likewise, or
               an all-to-all of the rows looked up and one of their gradients
 
-The last layer's weights, gathered in the forward, serve the backward too: hence - 1/L.
+The last layer's weights, gathered in the forward, serve the backward too: hence - 1/L. (With remat "block" the MLP's do not.)
 """
 
 from __future__ import annotations
@@ -158,7 +158,8 @@ def _gathers(config: Config, weight: Weight) -> list[Collective]:
     if not layers:
         return gather("once a microbatch", a, weight.elements)
     forward = [*gather("first layer", a, weight.elements), *gather("one layer ahead", a * (layers - 1), weight.elements)]
-    return [*forward, *gather("one layer ahead", a * (layers - 1), weight.elements)]
+    again = a if train.remat == "block" and "/mlp/" in weight.name else 0
+    return [*forward, *gather("one layer ahead", a * (layers - 1), weight.elements), *gather("last layer again", again, weight.elements)]
 
 
 def _reductions(config: Config, weight: Weight) -> list[Collective]:

@@ -149,11 +149,13 @@ class Gradients:
         train, places = self.config.train, self.places["layers"]
         gather: Callable[[Tree], Tree] | None = None
         if train.zero == 3:
-            gather = lambda shards: zero.gather_layer(shards, places, train.compute_dtype)  # noqa: E731
+            gather = lambda shards: zero.gather_layer(shards, {name: places[name] for name in shards}, train.compute_dtype)  # noqa: E731
         reduce: Callable[[Tree], Tree] | None = None
         if train.zero >= 2:
             reduce = lambda grads: zero.scatter_layer(grads, places, train.reduce_dtype)  # noqa: E731
-        return LayerStack(self.functions.block, remat.policy(train.remat), gather, reduce, parts=train.interleave)
+        # A block that is computed again begins with attention: the MLP's weights, the larger part, can travel meanwhile.
+        again = ("mlp",) if train.remat == "block" else ()
+        return LayerStack(self.functions.block, remat.policy(train.remat), gather, reduce, parts=train.interleave, again=again)
 
     def context(self, key: jax.Array, batch: dict[str, jax.Array]) -> Context:
         """What blocks read beside weights and activations, of one microbatch [sequence, token]."""
