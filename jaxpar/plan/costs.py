@@ -25,6 +25,9 @@ from jaxpar.plan.traffic import Collective
 FREE = frozenset(("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "add-dependency", "domain"))
 FREE |= frozenset(("optimization-barrier", "opt-barrier", "partition-id", "replica-id"))
 ATTENTION = "__cudnn$fmha"
+# NCCL sends small messages by another protocol (LL): little latency, a quarter of the bandwidth. Seconds of a launch and of a step of the
+# ring on either link, from baseLatencies and hwLatencies in NCCL's src/graph/tuning.cc; the quarter is an estimate.
+SMALL_LAUNCH, SMALL_NODE, SMALL_NETWORK, SMALL_RATE = 6.6e-6, 0.6e-6, 2.7e-6, 0.25
 # Output tiles of Hopper's matmul kernels, and the contraction that costs as much as a tile's start and end.
 TILES = ((128, 256), (256, 128), (128, 128), (64, 128), (128, 64), (64, 64))
 CONTRACTION = 128
@@ -190,8 +193,9 @@ def transmission(records: Sequence[Collective], members_per_node: int, hardware:
     if not inside:
         rate = min(rate, members_per_node * _rate(hardware.network))
     between = 0 if inside else steps // members_per_node
-    latency = (steps - between) * hardware.node.latency + between * hardware.network.latency
-    return "node" if inside else "network", sent / rate + latency + hardware.launch
+    large = hardware.launch + (steps - between) * hardware.node.latency + between * hardware.network.latency + sent / rate
+    small = SMALL_LAUNCH + (steps - between) * SMALL_NODE + between * SMALL_NETWORK + sent / (rate * SMALL_RATE)
+    return "node" if inside else "network", min(large, small)
 
 
 def _rate(link: Link) -> float:

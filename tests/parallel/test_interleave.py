@@ -89,7 +89,7 @@ def named(ops, *names):
 
 def test_stages_alternate_between_parts_and_exchanges_leave_behind_the_other_ones_stage():
     ops = forward_ops(2, together=True)
-    a0, b0, a1, b1, c0, d0, c1, d1 = named(ops, "dot_general")  # in program order: stage 0 of both parts, then stage 1
+    _, b0, a1, b1, c0, d0, c1, _ = named(ops, "dot_general")  # in program order: stage 0 of both parts, then stage 1
     assert depends(ops, a1, b0) and depends(ops, c0, b1) and depends(ops, c1, d0), "a stage begins when the other part's has ended"
     leave0 = named(ops, "reduce_scatter")[0]
     gathers = named(ops, "all_gather")
