@@ -104,7 +104,7 @@ def finish(grads: Tree, places: Tree, dtype: Any) -> Tree:
 
     def all_reduce(g: jax.Array, place: Place) -> jax.Array:
         left = tuple(axis for axis in place.partial if place.split is None or axis not in place.split[1])
-        return collectives.all_reduce(g.astype(dtype), left) if left else g.astype(dtype)
+        return collectives.all_reduce(g.astype(dtype), left) if left else g
 
     return jax.tree.map(all_reduce, grads, places)
 

@@ -100,3 +100,10 @@ def test_a_bf16_buffer_is_noticed():
     """Negative control of the above."""
     found = errors(repeated(EIGHT, master_dtype="bfloat16"), repeated(1))
     assert min(found.values()) > 2**-12 and max(found.values()) > 2**-9
+
+
+def test_what_was_summed_over_microbatches_is_not_rounded_again():
+    """ZeRO-3 reduces each microbatch in bf16 into a float32 buffer; what leaves the step still has the buffer's digits."""
+    run = runs.config(data=2, zero=3, accumulation=2, **MIXED | {"reduce_dtype": "bfloat16"})
+    gate = runs.gradients(run)[1]["layers"]["mlp"]["gate"]
+    assert (gate != np.asarray(jnp.asarray(gate, jnp.bfloat16), np.float32)).any()
