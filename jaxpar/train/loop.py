@@ -11,6 +11,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -26,7 +27,7 @@ from jaxpar.train.data import Loader, Rows, local_sequences, open_data, place
 from jaxpar.train.metrics import MetricsLog
 from jaxpar.train.progress import Progress
 from jaxpar.train.step import State, Training, build_training
-from jaxpar.train.tokenizer import save_tokenizer
+from jaxpar.train.tokenizer import Tokenizer, load_tokenizer, save_tokenizer
 
 
 def train(config: Config, devices: Sequence[jax.Device] | None = None, until: int | None = None) -> int:
@@ -58,6 +59,8 @@ def train(config: Config, devices: Sequence[jax.Device] | None = None, until: in
         stack.enter_context(whole_or_absent(*(folder for folder in (config.checkpoint.folder, config.log.folder) if folder)))
         stopped = stack.enter_context(_stop_signals())  # until the last save is complete
         checkpoints = _open_checkpoints(stack, training)
+        if checkpoints is not None and checkpoints.latest() is not None:
+            _check_tokenizer(checkpoints.folder, tokenizer)
         state, first = _first_state(training, checkpoints, resolved)
         if checkpoints is not None and tokenizer is not None and jax.process_index() == 0:
             save_tokenizer(tokenizer, checkpoints.folder)
@@ -129,6 +132,19 @@ def _check_position(saved: dict[str, Any], wanted: dict[str, Any]) -> None:
                     f"{section}.{field}: the checkpoint was written with {old}, the run asks for {new}, "
                     f"so its data position means nothing; set {section}.{field}={old}, or choose another checkpoint.folder"
                 )
+
+
+def _check_tokenizer(folder: Path, tokenizer: Tokenizer | None) -> None:
+    """Refuse to go on with another tokenizer than the one beside the checkpoints: ids would mean other text, in old checkpoints too.
+
+    The same configuration can give another one: a corpus changed in place, or the embedded one of another Python.
+    """
+    beside = folder / "tokenizer.json"
+    if tokenizer is not None and beside.is_file() and load_tokenizer(beside).text() != tokenizer.text():
+        raise ValueError(
+            f"data.tokenizer: the tokenizer of this run is not the one beside its checkpoints, {beside}, so token ids mean other text; "
+            f"bring back the corpus or tokenizer it began with, or choose another checkpoint.folder"
+        )
 
 
 def _as_yaml(value: Any) -> str:
