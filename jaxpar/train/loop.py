@@ -76,6 +76,7 @@ def train(config: Config, devices: Sequence[jax.Device] | None = None, until: in
         batches = loader.iterate(first, config.train.steps, local_sequences(token_sharding, loader.microbatch))
         stack.callback(batches.close)
         started, counted = time.perf_counter(), first
+        skipped = int(jax.device_get(state["skipped"]))
         for step, batch in enumerate(batches, first + 1):
             state, metrics = training.step(state, place(batch, token_sharding, loader.microbatch))
             if step == first + 1:
@@ -88,6 +89,11 @@ def train(config: Config, devices: Sequence[jax.Device] | None = None, until: in
                 rate = (step - counted) * config.train.batch * config.data.sequence / seconds if step > counted else float("nan")
                 started, counted = time.perf_counter(), step
                 progress.update(step, values["loss"], rate)
+                if values["skipped"] > skipped:
+                    skipped = values["skipped"]
+                    progress.note(
+                        f"{skipped} steps skipped so far, their loss or gradients not finite; the parameters did not change in them"
+                    )
                 if log is not None:
                     log.write(step, {**values, "tokens_per_second": rate})
             if checkpoints is not None and (step % config.checkpoint.every == 0 or step == config.train.steps or stop):
@@ -123,10 +129,14 @@ POSITION = {
 }
 
 
+DEFAULTS = configfile.dump(Config())
+
+
 def _check_position(saved: dict[str, Any], wanted: dict[str, Any]) -> None:
     for section, fields in POSITION.items():
         for field in fields:
-            old, new = (_as_yaml(config[section][field]) for config in (saved, wanted))
+            # A checkpoint from before a field existed was written with what is now its default.
+            old, new = (_as_yaml(config[section].get(field, DEFAULTS[section][field])) for config in (saved, wanted))
             if old != new:
                 raise ValueError(
                     f"{section}.{field}: the checkpoint was written with {old}, the run asks for {new}, "

@@ -1,0 +1,63 @@
+"""A run goes on only with what it began with, and says when it goes wrong."""
+
+import dataclasses
+
+import jax
+import pytest
+
+from jaxpar import configfile
+from jaxpar.train import loop
+
+
+def test_a_changed_corpus_does_not_replace_the_tokenizer(tmp_path):
+    text, folder = tmp_path / "corpus.txt", tmp_path / "checkpoints"
+    first, other = "the cat sat on the mat. " * 40, "ein ganz anderes Buch, Wort um Wort. " * 40
+    config = configfile.from_dict(
+        {
+            "model": {"vocabulary": 300, "width": 16, "layers": 1, "heads": 2, "kv_heads": 2, "mlp_width": 16},
+            "data": {"source": "text", "path": str(text), "sequence": 8, "vocabulary": 300},
+            "train": {"steps": 3, "batch": 2, "compute_dtype": "float32"},
+            "checkpoint": {"folder": str(folder), "every": 1},
+        }
+    )
+    devices = jax.devices()[:1]
+    text.write_text(first)
+    assert loop.train(config, devices, until=1) == 0
+    kept = (folder / "tokenizer.json").read_bytes()
+
+    text.write_text(other)
+    with pytest.raises(ValueError, match="data.tokenizer: the tokenizer of this run is not the one beside its checkpoints"):
+        loop.train(config, devices, until=2)
+    assert (folder / "tokenizer.json").read_bytes() == kept
+
+    text.write_text(first)  # the control: the corpus it began with goes on
+    assert loop.train(config, devices, until=2) == 0
+    assert (folder / "2").is_dir() and (folder / "tokenizer.json").read_bytes() == kept
+
+
+def test_a_checkpoint_from_before_a_field_existed_has_its_default():
+    wanted = configfile.dump(configfile.from_dict({}))
+    saved = {section: dict(fields) for section, fields in wanted.items()}
+    del saved["data"]["documents"]
+    loop._check_position(saved, wanted)
+    joined = configfile.dump(configfile.from_dict({"data": {"documents": "joined"}}))
+    with pytest.raises(ValueError, match=r"data\.documents: the checkpoint was written with isolated"):
+        loop._check_position(saved, joined)
+
+
+def test_a_run_that_diverges_says_so(tmp_path, capsys):
+    text = tmp_path / "corpus.txt"
+    text.write_text("the cat sat on the mat. " * 40)
+    raw = {
+        "model": {"vocabulary": 300, "width": 16, "layers": 1, "heads": 2, "kv_heads": 2, "mlp_width": 16},
+        "data": {"source": "text", "path": str(text), "sequence": 8, "vocabulary": 300},
+        "optimizer": {"learning_rate": 1e30, "schedule": "constant"},
+        "train": {"steps": 4, "batch": 2, "compute_dtype": "float32"},
+        "log": {"every": 1},
+    }
+    config = configfile.from_dict(raw)
+    assert loop.train(config, jax.devices()[:1]) == 0
+    assert "steps skipped so far" in capsys.readouterr().out
+    calm = dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, learning_rate=1e-3))
+    assert loop.train(calm, jax.devices()[:1]) == 0
+    assert "skipped" not in capsys.readouterr().out
