@@ -1,5 +1,5 @@
 # Everything runs in an environment inside the clone, pinned by constraints.txt and built on first use.
-#   make demo       train a small Llama on 8 simulated devices, resume, print sampled text
+#   make demo       train a small Llama on 8 simulated devices, resume, sample text, export, compare with torch
 #   make test       default tests        make test-slow   the long ones        make test-all   both
 #   make venv-torch adds torch and transformers      make test-bridge   default tests of the bridge, which need them
 #   make lint       ruff, types, import arrows
@@ -38,7 +38,7 @@ $(TORCH_STAMP): $(STAMP) constraints-torch.txt
 		$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) --editable ".[$(EXTRA),torch]"
 	@touch $@
 
-demo: venv
+demo: venv-torch
 	@$(BIN)/python scripts/demo.py
 
 test: venv

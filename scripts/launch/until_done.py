@@ -2,8 +2,8 @@
 
     python scripts/launch/until_done.py RUN.yaml [--set a.b=c]...
 
-`jaxpar train` itself ends with 0 after SIGTERM, which a scheduler takes for the end of the job. Other exit codes are those of `jaxpar
-train`. A run without `checkpoint.folder` cannot go on, so it is done whenever it ends.
+`jaxpar train` itself ends with 0 after SIGTERM, which a scheduler takes for the end of the job. Other exit codes are those of
+`jaxpar train`. A run without `checkpoint.folder` cannot go on, so it is done whenever it ends.
 """
 
 import sys

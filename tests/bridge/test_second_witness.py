@@ -49,11 +49,12 @@ def test_sharded(strategy, folder):
         assert 0.2 < found.share <= SHARES[strategy], "torch did not split the parameters"
 
 
+@pytest.mark.slow
 def test_a_failing_process_ends_the_others(folder):
     """One process cannot have its rows: the others must not wait for it."""
     source = read_model(folder)
     config = subject(source, witness.MESHES["ddp"][0][0], "float64", 1).training.config
     (batch,) = training.batches(config, 1)
     one_row = {name: value[:1] for name, value in batch.items()}
-    with pytest.raises(Exception, match="IndexError"):
+    with pytest.raises(Exception, match="terminated with the following error"):
         distributed.train(folder, "ddp", [one_row], config.optimizer)
