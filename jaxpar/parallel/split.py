@@ -26,7 +26,7 @@ import jax.numpy as jnp
 from jaxpar.parallel.dependence import cut_loop, needed, reached
 from jaxpar.parallel.flatten import run
 from jaxpar.parallel.joint import Block, Joint, Tree, trace, weight_matmuls
-from jaxpar.parallel.operations import Atom, Op, Value, count, made, matmul_flops, values_of
+from jaxpar.parallel.operations import Atom, Op, Value, count, effectful, made, matmul_flops, values_of
 from jaxpar.parallel.remat import Policy, kept, root
 
 
@@ -110,7 +110,7 @@ def cut(block: Block, params: Tree, x: Any, context: Tree, keep: Policy, *, fuse
     saved = [v for v in order if v in chosen & bw_reads]
     deferred = [v for v in order if v in handed & (w_reads | values_of(joint.dparams))]
     b_ops, _ = needed(remaining, [joint.dx, *deferred], chosen)
-    effects = {op for op in ops if op.eqn is not None and op.eqn.effects and not values_of(op.inputs) & late}  # such as a debugging print
+    effects = effectful(op for op in ops if not values_of(op.inputs) & late)  # such as a debugging print
     f_ops, _ = needed([op for op in ops if not set(op.outputs) & late], [joint.y, *joint.aux, *saved], pinned=effects)
 
     facts = Facts(
