@@ -147,8 +147,11 @@ def test_product_of_weights_is_refused_in_the_split_form():
     def block(p, x, context):
         return x @ (p["query"] @ p["key"]), {}
 
+    cut = cut_only(block, "matmuls")
     with pytest.raises(AssertionError, match="reads a weight"):
-        cut_only(block, "matmuls").check_split()
+        cut.check_split()
+    with pytest.raises(AssertionError, match="reads a weight"):
+        cut.backward_weight((), (), {})
 
 
 def test_closing_over_a_traced_array_is_refused():
