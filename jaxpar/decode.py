@@ -223,8 +223,8 @@ def _bucket(size: int, least: int) -> int:
 
 def check_choice(tokens: int, temperature: float, top_k: int | None, top_p: float | None, seed: int) -> None:
     """Refuse what no generation can mean; ValueError names the argument."""
-    require(tokens >= 1, f"tokens: {tokens} must be at least 1")
-    require(0 <= temperature < np.inf, f"temperature: {temperature} must not be negative; 0 takes the likeliest token")
+    require(1 <= tokens < 2**30, f"tokens: {tokens} must be at least 1 and below 2^30")
+    require(0 <= temperature < np.inf, f"temperature: {temperature} must be finite and not negative; 0 takes the likeliest token")
     require(top_k is None or top_k >= 1, f"top_k: {top_k} must be at least 1, or absent")
     require(top_p is None or 0 < top_p <= 1, f"top_p: {top_p} must be in (0, 1], or absent")
     require(0 <= seed < 2**32, f"seed: {seed} must be in 0 to 2^32 - 1")

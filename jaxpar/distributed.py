@@ -114,7 +114,7 @@ def _torchrun(env: _Environment) -> Launch:
     # torchrun itself listens on MASTER_PORT when its workers share the agent's store.
     taken = env.values.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return Launch(
-        coordinator=f"{env.text('MASTER_ADDR', because)}:{_port(env, 'MASTER_PORT', because) + taken}",
+        coordinator=f"{_host(env.text('MASTER_ADDR', because))}:{_port(env, 'MASTER_PORT', because) + taken}",
         processes=processes,
         process=process,
         local_device_ids=_local_devices(env, "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
@@ -131,7 +131,7 @@ def _open_mpi(env: _Environment) -> Launch:
     elif env.has("JAX_COORDINATOR_ADDRESS"):
         coordinator = _with_port(env.text("JAX_COORDINATOR_ADDRESS", because), env)
     elif env.has("MASTER_ADDR"):
-        coordinator = f"{env.text('MASTER_ADDR', because)}:{_port(env, 'MASTER_PORT', 'MASTER_ADDR is')}"
+        coordinator = f"{_host(env.text('MASTER_ADDR', because))}:{_port(env, 'MASTER_PORT', 'MASTER_ADDR is')}"
     elif env.has("SLURM_JOB_ID"):
         coordinator = _slurm_coordinator(env)
     elif env.values.get("OMPI_COMM_WORLD_LOCAL_SIZE") == str(processes):
@@ -209,6 +209,11 @@ def _port(env: _Environment, name: str, because: str) -> int:
     if port > 65_535:
         raise ValueError(f"{name}: {port} is not a port; ports end at 65535")
     return port
+
+
+def _host(address: str) -> str:
+    """As it stands before a colon and a port: an IPv6 address needs brackets."""
+    return f"[{address}]" if ":" in address and not address.startswith("[") else address
 
 
 def _with_port(address: str, env: _Environment) -> str:

@@ -136,6 +136,13 @@ def test_a_checkpoint_of_another_run(tmp_path, data, capsys):
             error.startswith(f"{field}: the checkpoint was written with {old}, the run asks for {new}, ")
             and f"set {field}={old}, or" in error
         )
+    for override, old, new in (
+        ("model.norm_one_plus=true", "false", "true"),
+        ("model.activation=gelu_tanh", "silu", "gelu_tanh"),
+        ("model.windows=[4]", "[0]", "[4]"),
+    ):
+        error = refused(tmp_path, path, capsys, override)
+        assert f"written with {old}, the run asks for {new}, so its weights mean nothing; set model." in error
     (tmp_path / "copy").symlink_to(data)
     error = refused(tmp_path, path, capsys, f"data.path={tmp_path}/copy")
     assert f"set data.path={data}, or choose another checkpoint.folder" in error

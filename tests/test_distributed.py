@@ -61,6 +61,7 @@ SLURM_PORT = PORTS[777]
             OPEN_MPI | {"OMPI_COMM_WORLD_SIZE": "8", "SLURM_JOB_ID": "777", "SLURM_JOB_NODELIST": "a1,a2"},
             Launch(f"a1:{SLURM_PORT}", 8, 2, (2,), "OMPI_COMM_WORLD_RANK"),
         ),
+        (TORCHRUN | {"MASTER_ADDR": "fd00::7"}, Launch("[fd00::7]:29500", 16, 9, (1,), "RANK")),
         (SLURM, Launch(f"gpu007:{SLURM_PORT}", 16, 11, (3,), "SLURM_PROCID")),
         (SLURM | {"SLURM_STEP_ID": "2"}, Launch(f"gpu007:{SLURM_PORT + 2}", 16, 11, (3,), "SLURM_PROCID")),
         (SLURM | {"SLURM_STEP_NUM_TASKS": "12"}, Launch(f"gpu007:{SLURM_PORT}", 12, 11, (3,), "SLURM_PROCID")),

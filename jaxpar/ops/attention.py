@@ -61,6 +61,8 @@ def attention(
     if implementation == "cudnn" or (implementation == "auto" and platform == "gpu"):
         packed = q_segments_BS is not None
         gap = cudnn_covers(q, k, v, causal=causal, ordered=ordered, packed=packed, window=window, softcap=softcap)
+        if platform != "gpu":
+            gap = f"platform {platform}"
         if gap is None:
             return cudnn_attention(causal, masking.window, masking.scale, q, k, v)
         if implementation == "cudnn":

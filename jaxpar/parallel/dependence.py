@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
-from jaxpar.parallel.operations import Atom, Loop, Op, Value, made, values_of
+from jaxpar.parallel.operations import Atom, Loop, Op, Value, effectful, made, values_of
 
 
 def needed(
@@ -24,10 +24,11 @@ def needed(
     keep: list[Op] = []
     for op in reversed(ops):
         asked = [v for v in op.outputs if v in want and v not in given]
-        if not asked and op not in pinned:
+        inside = pinned & effectful(op.loop.body) if pinned and op.loop is not None else frozenset()
+        if not asked and op not in pinned and not inside:
             continue
         if op.loop is not None:
-            op = narrow_loop(op, set(asked))
+            op = narrow_loop(op, set(asked), inside)
         keep.append(op)
         want |= values_of(op.inputs)
     return keep[::-1], want
@@ -50,13 +51,13 @@ def _loop_parts(op: Op) -> tuple[Loop, Sequence[Atom], Sequence[Atom], Sequence[
     return loop, op.inputs[:first], op.inputs[first:second], op.inputs[second:], op.outputs[:carries], op.outputs[carries:]
 
 
-def _closure(op: Op, wanted: set[Value]) -> tuple[list[Op], set[Value], list[int], list[int]]:
+def _closure(op: Op, wanted: set[Value], pinned: Set[Op] = frozenset()) -> tuple[list[Op], set[Value], list[int], list[int]]:
     """Body operations, values read, and the carries and stacked outputs that `wanted` outputs of a loop need."""
     loop, _, _, _, carried, stacked = _loop_parts(op)
     carries = {i for i, v in enumerate(carried) if v in wanted}
     ys = [i for i, v in enumerate(stacked) if v in wanted]
     while True:
-        body, read = needed(loop.body, [loop.carry_out[i] for i in carries] + [loop.ys[i] for i in ys])
+        body, read = needed(loop.body, [loop.carry_out[i] for i in carries] + [loop.ys[i] for i in ys], pinned=pinned)
         more = {i for i, v in enumerate(loop.carry_in) if v in read} - carries
         if not more:
             return body, read, sorted(carries), ys
@@ -80,9 +81,9 @@ def _rebuild(op: Op, body: list[Op], read: set[Value], carries: list[int], ys: l
     return Op("scan", inputs, (*(carried[i] for i in carries), *(stacked[i] for i in ys)), None, inner)
 
 
-def narrow_loop(op: Op, wanted: set[Value]) -> Op:
-    """The loop with only what its `wanted` outputs need: dead carries and outputs gone."""
-    return _rebuild(op, *_closure(op, wanted))
+def narrow_loop(op: Op, wanted: set[Value], pinned: Set[Op] = frozenset()) -> Op:
+    """The loop with only what its `wanted` outputs and `pinned` operations need: dead carries and outputs gone."""
+    return _rebuild(op, *_closure(op, wanted, pinned))
 
 
 def cut_loop(op: Op, wanted: set[Value]) -> tuple[Op, Op]:

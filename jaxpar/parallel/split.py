@@ -26,8 +26,13 @@ import jax.numpy as jnp
 from jaxpar.parallel.dependence import cut_loop, needed, reached
 from jaxpar.parallel.flatten import run
 from jaxpar.parallel.joint import Block, Joint, Tree, trace, weight_matmuls
-from jaxpar.parallel.operations import Atom, Op, Value, count, made, matmul_flops, values_of
+from jaxpar.parallel.operations import Atom, Op, Value, count, effectful, made, matmul_flops, values_of
 from jaxpar.parallel.remat import Policy, kept, root
+
+READS_A_WEIGHT = (
+    "W reads a weight: a parameter enters the block other than linearly (a product of parameters, the tanh or exp of one, a loss of "
+    "parameters alone), or a loop that carries a state stands inside another"
+)
 
 
 @dataclass(frozen=True)
@@ -67,7 +72,7 @@ class Cut:
     def check_split(self) -> None:
         """Assert what a pipeline relies on. AssertionError says which block property failed."""
         facts = self.facts
-        assert facts.weight_reads_backward_weight == 0, "W reads a weight: the block multiplies parameters with each other"
+        assert facts.weight_reads_backward_weight == 0, READS_A_WEIGHT
         assert facts.matmuls_backward_weight == facts.weight_matmuls_forward, (
             f"W has {facts.matmuls_backward_weight} matmuls for {facts.weight_matmuls_forward} weights: "
             "a call in the block could not be opened"
@@ -110,7 +115,7 @@ def cut(block: Block, params: Tree, x: Any, context: Tree, keep: Policy, *, fuse
     saved = [v for v in order if v in chosen & bw_reads]
     deferred = [v for v in order if v in handed & (w_reads | values_of(joint.dparams))]
     b_ops, _ = needed(remaining, [joint.dx, *deferred], chosen)
-    effects = {op for op in ops if op.eqn is not None and op.eqn.effects and not values_of(op.inputs) & late}  # such as a debugging print
+    effects = effectful(op for op in ops if not values_of(op.inputs) & late)  # such as a debugging print
     f_ops, _ = needed([op for op in ops if not set(op.outputs) & late], [joint.y, *joint.aux, *saved], pinned=effects)
 
     facts = Facts(
@@ -179,6 +184,7 @@ def _programs(
     for_weight = tuple(n for n, v in enumerate(saved) if v in w_reads)
 
     def backward_weight(saved_values: tuple[Any, ...], deferred_values: tuple[Any, ...], context: Tree) -> Tree:
+        assert facts.weight_reads_backward_weight == 0, READS_A_WEIGHT
         inputs = [*(saved[n] for n in for_weight), *deferred, *joint.context]
         arguments = [*(saved_values[n] for n in for_weight), *deferred_values, *leaves(context)]
         return dparams(evaluate(w_ops, inputs, arguments, joint.dparams))

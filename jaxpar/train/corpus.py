@@ -68,7 +68,7 @@ def _embedded(data: DataConfig) -> Iterator[str]:
 def _text(data: DataConfig) -> Iterator[str]:
     for file in _files(data, "*.txt"):
         try:
-            yield file.read_text(encoding="utf-8")
+            yield file.read_text(encoding="utf-8-sig")
         except UnicodeDecodeError as error:
             raise ValueError(f"data.path: {file} is not UTF-8 at byte {error.start}: convert it") from None
 
@@ -81,12 +81,18 @@ def _jsonl(data: DataConfig) -> Iterator[str]:
                     continue
                 try:
                     record = json.loads(line)
-                except ValueError as error:
+                except (ValueError, RecursionError) as error:
                     raise ValueError(f"data.path: {file} line {number} is not JSON ({error}): mend or remove the line") from None
                 text = record.get(data.field) if isinstance(record, dict) else None
                 if not isinstance(text, str):
                     held = f"it has {', '.join(sorted(record)) or 'nothing'}" if isinstance(record, dict) else "it is not an object"
                     raise ValueError(f"data.field: {file} line {number} has no text in {data.field!r} ({held}): name the field that has it")
+                try:
+                    text.encode()
+                except UnicodeEncodeError as error:
+                    raise ValueError(
+                        f"data.path: {file} line {number} holds half a character, {text[error.start]!r}: mend or remove the line"
+                    ) from None
                 yield text
 
 
@@ -129,7 +135,7 @@ def read_tokens(folder: str | Path) -> Tokens:
     try:
         meta = json.loads((folder / META).read_text())
         vocabulary, dtype = int(meta["vocabulary"]), np.dtype({"uint16": "<u2", "uint32": "<u4"}[meta["dtype"]])
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, OverflowError) as error:
         raise ValueError(f'data.path: {folder / META} needs "vocabulary" (a number) and "dtype" (uint16 or uint32): {error!r}') from None
     size = (folder / STREAM).stat().st_size
     if size == 0 or size % dtype.itemsize:
@@ -137,7 +143,10 @@ def read_tokens(folder: str | Path) -> Tokens:
             f"data.path: {folder / STREAM} has {size} bytes, not a positive multiple of {dtype.itemsize} as {meta['dtype']} needs"
         )
     count = size // dtype.itemsize
-    offsets = np.load(folder / OFFSETS, allow_pickle=False)
+    try:
+        offsets = np.load(folder / OFFSETS, allow_pickle=False)
+    except (ValueError, EOFError) as error:
+        raise ValueError(f"data.path: {folder / OFFSETS} is not a file of offsets ({error}): write the folder again") from None
     ordered = offsets.ndim == 1 and len(offsets) >= 2 and offsets.dtype.kind in "iu" and bool(np.all(offsets[1:] >= offsets[:-1]))
     if not ordered or offsets[0] != 0 or offsets[-1] != count:
         raise ValueError(f"data.path: {folder / OFFSETS} must rise from 0 to the {count} tokens of {STREAM}: write the folder again")

@@ -75,7 +75,7 @@ class Gradients:
             weights = zero.gather(weights, self.places)
         tokens = collectives.all_reduce((batch["labels"] >= 0).sum(dtype=jnp.int32), REPLICA)
         scale = 1 / jnp.maximum(tokens, 1).astype(master)
-        key = jax.random.fold_in(jax.random.key(train.seed), step)
+        key = jax.random.fold_in(jax.random.key(train.seed, impl="threefry2x32"), step)  # others depend on how a mask is cut
         microbatch = partial(self.microbatch, weights, scale, key)
 
         if train.accumulation == 1:

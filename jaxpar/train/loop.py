@@ -113,34 +113,46 @@ def _open_checkpoints(stack: contextlib.ExitStack, training: Training) -> Checkp
 
 
 def _first_state(training: Training, checkpoints: Checkpoints | None, resolved: dict[str, Any]) -> tuple[State, int]:
-    """The latest checkpoint's state, whatever mesh wrote it, or a fresh one; and the steps it has behind it."""
+    """The latest checkpoint's state, whatever mesh wrote it, or a fresh one; and the steps it has behind it.
+
+    A field that did not exist when the checkpoint was written takes its default, which is what the run did then.
+    """
     step = checkpoints.latest() if checkpoints is not None else None
     if checkpoints is None or step is None:
         return training.init(), 0
-    _check_position(checkpoints.config(step), resolved)
+    try:
+        saved = configfile.dump(configfile.from_dict(checkpoints.config(step)))
+    except (ValueError, KeyError) as error:
+        raise ValueError(
+            f"checkpoint.folder: step {step} in {checkpoints.folder} has a configuration of another version ({error}): "
+            f"choose another folder"
+        ) from None
+    _check_same(saved, resolved)
     types = padding.trimmed_types(training.abstract_state, training.gradients.specs)
     return padding.pad(checkpoints.restore(step, types), training.abstract_state), step
 
 
-# A run that goes on must read the data it would have read; these fields decide which that is.
-POSITION = {
+# A run that goes on must read the data it would have read; these fields decide which that is. And its weights must mean what they meant:
+# the fields of the model change what it computes and no shape shows it.
+SAME = {
     "data": ("seed", "shuffle", "sequence", "source", "path", "field", "tokenizer", "vocabulary", "documents"),
     "train": ("batch",),
+    "model": (
+        *("rope", "norm_eps", "norm_one_plus", "activation", "windows"),
+        *("score_scale", "score_softcap", "logit_softcap", "embedding_scale"),
+    ),
 }
 
 
-DEFAULTS = configfile.dump(Config())
-
-
-def _check_position(saved: dict[str, Any], wanted: dict[str, Any]) -> None:
-    for section, fields in POSITION.items():
+def _check_same(saved: dict[str, Any], wanted: dict[str, Any]) -> None:
+    for section, fields in SAME.items():
+        meaning = "its weights mean" if section == "model" else "its data position means"
         for field in fields:
-            # A checkpoint from before a field existed was written with what is now its default.
-            old, new = (_as_yaml(config[section].get(field, DEFAULTS[section][field])) for config in (saved, wanted))
+            old, new = (_as_yaml(config[section][field]) for config in (saved, wanted))
             if old != new:
                 raise ValueError(
                     f"{section}.{field}: the checkpoint was written with {old}, the run asks for {new}, "
-                    f"so its data position means nothing; set {section}.{field}={old}, or choose another checkpoint.folder"
+                    f"so {meaning} nothing; set {section}.{field}={old}, or choose another checkpoint.folder"
                 )
 
 

@@ -38,7 +38,17 @@ class Tokenizer:
         return max(self.backend.get_vocab(with_added_tokens=True).values()) + 1
 
     def encode(self, text: str) -> list[int]:
-        return self.backend.encode(text, add_special_tokens=False).ids
+        return self.encode_all([text])[0]
+
+    def encode_all(self, texts: list[str]) -> list[list[int]]:
+        """ValueError for what this tokenizer has no token for, and for half characters."""
+        try:
+            return [encoded.ids for encoded in self.backend.encode_batch(texts, add_special_tokens=False)]
+        except Exception as error:  # the library raises bare Exception, and TypeError for a str that is no UTF-8
+            what = "no text in UTF-8" if isinstance(error, TypeError) else " ".join(str(error).split())
+            raise ValueError(
+                f"data.tokenizer: the text cannot be encoded ({what}): mend the text or give the tokenizer an unknown token"
+            ) from None
 
     def decode(self, ids: Iterable[int]) -> str:
         """Text of `ids`; special tokens are left out."""
@@ -108,5 +118,5 @@ def encode(tokenizer: Tokenizer, documents: Iterable[str]) -> Iterator[np.ndarra
     """Each document as uint32 ids, closed by the end token; tokenized in groups by all cores, never the whole corpus at once."""
     remaining = iter(documents)
     while group := list(itertools.islice(remaining, GROUP)):
-        for encoded in tokenizer.backend.encode_batch(group, add_special_tokens=False):
-            yield np.asarray([*encoded.ids, tokenizer.end], np.uint32)
+        for ids in tokenizer.encode_all(group):
+            yield np.asarray([*ids, tokenizer.end], np.uint32)

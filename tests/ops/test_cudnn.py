@@ -80,6 +80,8 @@ def test_auto_elsewhere_is_blockwise(fused, options: dict):
 def test_asking_for_what_cudnn_cannot_do(fused):
     with pytest.raises(ValueError, match=r"train\.attention: cudnn does not cover packed documents .*; use auto or blockwise"):
         attention(*inputs(), **PLACES, **PACKED, ordered=True, implementation="cudnn", platform="gpu")
+    with pytest.raises(ValueError, match=r"train\.attention: cudnn does not cover platform cpu; use auto or blockwise"):
+        attention(*inputs(), **PLACES, ordered=True, implementation="cudnn", platform="cpu")
     with pytest.raises(ValueError, match=r"train\.attention: 'flash' is not one of"):
         attention(*inputs(), **PLACES, implementation="flash")
 

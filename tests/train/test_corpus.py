@@ -26,6 +26,8 @@ def test_text_file_and_folder(tmp_path):
     (tmp_path / "stray.md").write_text("not read")
     assert read(source="text", path=str(tmp_path)) == ["first\n\n\nstill first", "second"]
     assert read(source="text", path=str(tmp_path / "b.txt")) == ["second"]
+    (tmp_path / "b.txt").write_bytes(b"\xef\xbb\xbfmarked\r\n")
+    assert read(source="text", path=str(tmp_path / "b.txt")) == ["marked\n"]
 
 
 def test_jsonl(tmp_path):
@@ -41,6 +43,8 @@ def test_jsonl(tmp_path):
         ('{"text": 3}', r"data\.field: .*line 2 has no text in 'text'"),
         ("[1]", r"line 2 has no text in 'text' \(it is not an object\)"),
         ('{"text": ', r"data\.path: .*line 2 is not JSON"),
+        ('{"text": "x", "deep": ' + "[" * 100_000 + "]" * 100_000 + "}", r"data\.path: .*line 2 is not JSON"),
+        (r'{"text": "a\ud800b"}', r"data\.path: .*line 2 holds half a character"),
     ],
 )
 def test_jsonl_errors_name_file_and_line(tmp_path, line, message):
@@ -99,8 +103,15 @@ def test_damaged_token_folder(tmp_path):
     np.save(folder / "documents.npy", np.array([0, 2]))
     with pytest.raises(ValueError, match=r"documents\.npy must rise from 0 to the 3 tokens"):
         corpus.read_tokens(folder)
+    for damaged in (b"", b"junk"):
+        (folder / "documents.npy").write_bytes(damaged)
+        with pytest.raises(ValueError, match=r"documents\.npy is not a file of offsets"):
+            corpus.read_tokens(folder)
     (folder / "tokens.bin").write_bytes(b"abc")
     with pytest.raises(ValueError, match=r"tokens\.bin has 3 bytes"):
+        corpus.read_tokens(folder)
+    (folder / "meta.json").write_text(json.dumps({"dtype": "uint16", "vocabulary": float("inf")}))
+    with pytest.raises(ValueError, match=r"meta\.json needs"):
         corpus.read_tokens(folder)
     (folder / "meta.json").write_text(json.dumps({"dtype": "int8"}))
     with pytest.raises(ValueError, match=r"meta\.json needs"):

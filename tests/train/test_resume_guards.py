@@ -7,6 +7,7 @@ import pytest
 
 from jaxpar import configfile
 from jaxpar.train import loop
+from jaxpar.train.checkpoint import Checkpoints
 
 
 def test_a_changed_corpus_does_not_replace_the_tokenizer(tmp_path):
@@ -35,14 +36,30 @@ def test_a_changed_corpus_does_not_replace_the_tokenizer(tmp_path):
     assert (folder / "2").is_dir() and (folder / "tokenizer.json").read_bytes() == kept
 
 
-def test_a_checkpoint_from_before_a_field_existed_has_its_default():
-    wanted = configfile.dump(configfile.from_dict({}))
-    saved = {section: dict(fields) for section, fields in wanted.items()}
+def test_a_checkpoint_from_before_a_field_existed_has_its_default(tmp_path, monkeypatch):
+    text = tmp_path / "corpus.txt"
+    text.write_text("the cat sat on the mat. " * 40)
+    config = configfile.from_dict(
+        {
+            "model": {"vocabulary": 300, "width": 16, "layers": 1, "heads": 2, "kv_heads": 2, "mlp_width": 16},
+            "data": {"source": "text", "path": str(text), "sequence": 8, "vocabulary": 300},
+            "train": {"steps": 3, "batch": 2, "compute_dtype": "float32"},
+            "checkpoint": {"folder": str(tmp_path / "checkpoints"), "every": 1},
+        }
+    )
+    devices = jax.devices()[:1]
+    assert loop.train(config, devices, until=1) == 0
+    saved = configfile.dump(config)
     del saved["data"]["documents"]
-    loop._check_position(saved, wanted)
-    joined = configfile.dump(configfile.from_dict({"data": {"documents": "joined"}}))
+    monkeypatch.setattr(Checkpoints, "config", lambda self, step: saved)
+
+    joined = dataclasses.replace(config, data=dataclasses.replace(config.data, documents="joined"))
     with pytest.raises(ValueError, match=r"data\.documents: the checkpoint was written with isolated"):
-        loop._check_position(saved, joined)
+        loop.train(joined, devices, until=2)
+    assert loop.train(config, devices, until=2) == 0
+    saved["of_the_future"] = {}
+    with pytest.raises(ValueError, match="step 2 in .* has a configuration of another version"):
+        loop.train(config, devices, until=3)
 
 
 def test_a_run_that_diverges_says_so(tmp_path, capsys):

@@ -81,6 +81,15 @@ def test_errors(tmp_path):
         load_tokenizer(tmp_path / "gaps.json")
 
 
+def test_text_that_cannot_be_encoded(trained, tmp_path):
+    tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0})).save(str(tmp_path / "tokenizer.json"))
+    loaded = load_tokenizer(tmp_path / "tokenizer.json")
+    with pytest.raises(ValueError, match=r"data\.tokenizer: the text cannot be encoded \(WordLevel error: Missing \[UNK\]"):
+        list(encode(loaded, ["a", "b"]))
+    with pytest.raises(ValueError, match=r"data\.tokenizer: the text cannot be encoded \(no text in UTF-8\)"):
+        trained.encode("half \ud800")
+
+
 def test_embedded_corpus_fills_the_vocabulary():
     tokenizer = train_tokenizer(corpus.documents(DataConfig()), 1024)
     assert tokenizer.size == 1024
