@@ -3,7 +3,7 @@
 #   make test       default tests        make test-slow   the long ones        make test-all   both
 #   make venv-torch adds torch and transformers      make test-bridge   default tests of the bridge, which need them
 #   make lint       ruff, types, import arrows
-#   make bench      the numbers of the README's table
+#   make bench      the numbers of the README's table        make bench-bridge   those of docs/bridge.md
 #   make venv       the environment alone
 
 VENV := .venv
@@ -19,7 +19,7 @@ TORCH_STAMP := $(VENV)/.installed-torch
 # Where else pip may look for torch, such as an index of builds without CUDA.
 TORCH_INDEX :=
 
-.PHONY: venv venv-torch demo test test-bridge test-slow test-all bench lint format clean
+.PHONY: venv venv-torch demo test test-bridge test-slow test-all bench bench-bridge lint format clean
 
 venv: $(STAMP)
 
@@ -57,6 +57,9 @@ test-all: venv
 
 bench: venv
 	$(BIN)/python scripts/bench.py
+
+bench-bridge: venv-torch
+	$(BIN)/python scripts/bench_bridge.py
 
 lint: venv
 	$(BIN)/ruff check .

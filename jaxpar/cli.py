@@ -11,6 +11,8 @@ What a user got wrong is one line on stderr and exit code 2; `--traceback` shows
 from __future__ import annotations
 
 import argparse
+import math
+import os
 import sys
 import traceback
 from collections.abc import Sequence
@@ -84,8 +86,8 @@ def _generate(args: argparse.Namespace) -> int:
     mesh = configfile.parse_mesh(args.mesh)
     if args.tokens < 1:
         raise ValueError(f"--tokens: {args.tokens} must be at least 1")
-    if args.temperature < 0:
-        raise ValueError(f"--temperature: {args.temperature} must not be negative")
+    if not 0 <= args.temperature < math.inf:
+        raise ValueError(f"--temperature: {args.temperature} must be finite and not negative")
     if args.top_k is not None and args.top_k < 1:
         raise ValueError(f"--top-k: {args.top_k} must be at least 1")
     if args.top_p is not None and not 0 < args.top_p <= 1:
@@ -146,7 +148,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         args = parser().parse_args(arguments)
-        return int(args.call(args) or 0)
+        code = int(args.call(args) or 0)
+        sys.stdout.flush()  # a reader that has gone shows here rather than at exit
+        return code
+    except BrokenPipeError:  # as of `jaxpar params … | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except KeyboardInterrupt:
+        print("jaxpar: interrupted", file=sys.stderr)
+        return 130
     except (ValueError, OSError) as error:
         if "--traceback" in arguments:
             traceback.print_exc()
