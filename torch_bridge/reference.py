@@ -134,7 +134,7 @@ class Reference:
 
     def train(self, batches: Sequence[Arrays], rule: Any) -> Trained:
         """A step of AdamW on each batch. Changes the model. `rule`: see `adamw`; `rule.clip` limits the global norm, None does not."""
-        return train(self.model, rule, [lambda batch=batch: loss(self.model, batch, self.dtype) for batch in batches])
+        return train(self.model, rule, [functools.partial(loss, self.model, batch, self.dtype) for batch in batches])
 
 
 @dataclass(frozen=True)

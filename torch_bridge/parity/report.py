@@ -16,7 +16,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-Arrays = Mapping[str, Any]
+Arrays = dict[str, Any]
 RUNGS = ("logits", "loss", "gradients", "steps")
 
 
