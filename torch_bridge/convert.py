@@ -50,8 +50,8 @@ def import_params(source: Source, mesh: Mesh, shardings: Tree | None = None, dty
     """The parameters on `mesh`, vocabulary padded for its tensor axis: nested dict of global jax.Arrays.
 
     `shardings`: a tree of NamedSharding or PartitionSpec, such as a run's `training.shardings["params"]`; default split over `tensor` and
-    equal elsewhere. `dtype`: default the file's. Each process reads, once, what its devices hold; on a CPU device the bytes read are the
-    array, elsewhere host memory holds one leaf's shard at a time.
+    equal elsewhere. `dtype`: default the file's. Each process reads, once, what its devices hold, by several threads; on a CPU device the
+    bytes read are the array, elsewhere host memory holds one leaf's shard at a time.
     Raises ValueError for a mesh that does not divide the model, OSError for a file that changed since it was checked.
     """
     wanted = np.dtype(source.dtype if dtype is None else dtype)

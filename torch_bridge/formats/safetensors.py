@@ -28,7 +28,7 @@ from torch_bridge.report import Problem
 from torch_bridge.views import Index, Shape, View, box_shape, read_all, whole
 
 LONGEST_HEADER = 100_000_000
-WINDOW = 32 * 2**20  # bytes of a file that are mapped at a time
+WINDOW = 16 * 2**20  # bytes of a file that are mapped at a time
 RUN = 2**18  # bytes in a row from which on reading beats mapping
 LONGEST_READ = 2**30
 

@@ -8,7 +8,6 @@ Report    rungs, tolerance, verdict; `table` prints it, `json` is what --json wr
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
