@@ -31,8 +31,8 @@ def aligned(shape: Shape, dtype: np.dtype) -> np.ndarray:
 
 
 def aligned_parts(shapes: Sequence[Shape], dtype: np.dtype) -> list[np.ndarray]:
-    """Arrays that a CPU device needs not copy, in one block of memory, which lives as long as any of them: the kernel gives it in huge pages
-    but for its two ends, and what an import takes is largely the first touch of its pages."""
+    """Arrays that a CPU device needs not copy, in one block of memory, which lives as long as any of them: the kernel gives it in huge
+    pages but for its two ends, and what an import takes is largely the first touch of its pages."""
     sizes = [math.prod(shape) * dtype.itemsize for shape in shapes]
     steps = [-(-size // ALIGNMENT) * ALIGNMENT for size in sizes]
     block = np.empty(sum(steps) + ALIGNMENT, np.uint8)
