@@ -112,8 +112,8 @@ def _import(args: argparse.Namespace) -> int:
 
 
 def _export(args: argparse.Namespace) -> int:
-    if not args.shard_gigabytes > 0 or not math.isfinite(args.shard_gigabytes):
-        raise ValueError(f"--shard-gigabytes: {args.shard_gigabytes} must be positive")
+    if not args.shard_gigabytes > 0 or not math.isfinite(args.shard_gigabytes * 1e9):
+        raise ValueError(f"--shard-gigabytes: {args.shard_gigabytes} must be positive and finite")
     _on_host()
     from torch_bridge.checkpoints import export_checkpoint
 
@@ -130,8 +130,8 @@ def _export(args: argparse.Namespace) -> int:
 
 
 def _diff(args: argparse.Namespace) -> int:
-    if not args.tolerance >= 0:
-        raise ValueError(f"--tolerance: {args.tolerance} must not be negative")
+    if not 0 <= args.tolerance < math.inf:
+        raise ValueError(f"--tolerance: {args.tolerance} must be a number, not negative")
     _on_host()
     from torch_bridge.checkpoints import open_weights
     from torch_bridge.compare import compare
@@ -161,6 +161,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             traceback.print_exc()
         print(f"torch-bridge: error: {_report(error)}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("torch-bridge: interrupted", file=sys.stderr)
+        return 130
 
 
 def _report(error: ValueError | OSError) -> str:

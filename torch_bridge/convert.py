@@ -97,9 +97,7 @@ def export_params(
     padded = params["embedding"]["table"].shape[0]
     leaves: dict[str, View] = {path: ShardedView(path, leaf) for path, leaf in flatten(params)}
     first = next(iter(leaves.values())).dtype.name
-    wanted = first if dtype is None else np.dtype(dtype).name
-    if wanted not in TORCH_DTYPES:
-        raise ValueError(f"dtype: {wanted} is not one of {', '.join(TORCH_DTYPES)}")
+    wanted = first if dtype is None else dtype_name(dtype)
     leaves = {path: Cast(first, wanted).apply((view,))[0] for path, view in leaves.items()}
     config = write_configuration(chosen, model, wanted, raw or {}, max_positions)
     tensors = to_torch(bindings(chosen, model, padded), leaves)
@@ -109,6 +107,17 @@ def export_params(
             (temporary / file.name).write_bytes(file.read_bytes())
         write_tensors(temporary, tensors, max_shard_bytes)
     return folder
+
+
+def dtype_name(dtype: Any) -> str:
+    """The name of a dtype, or of torch's with that prefix. ValueError for any that torch's weights have not."""
+    try:
+        name = dtype.removeprefix("torch.") if isinstance(dtype, str) else np.dtype(dtype).name
+    except TypeError:
+        name = repr(dtype)
+    if name not in TORCH_DTYPES:
+        raise ValueError(f"dtype: {name or repr(dtype)} is not one of {', '.join(TORCH_DTYPES)}")
+    return name
 
 
 def write_configuration(
