@@ -34,13 +34,12 @@ from jaxpar.train.tokenizer import load_tokenizer
 from torch_bridge.arrays import ShardedView
 from torch_bridge.convert import MAX_SHARD_BYTES, Source, bindings, dtype_name, export_params, import_params, read_model
 from torch_bridge.families import find_family, infer_family
-from torch_bridge.formats.huggingface import CONFIG, carried, check_free, whole_folder, write_json
+from torch_bridge.formats.huggingface import CONFIG, TOKENIZER, carried, check_free, copy_carried, whole_folder, write_json
 from torch_bridge.formats.safetensors import strict_json
 from torch_bridge.mapping import to_torch
 from torch_bridge.views import View
 
 BESIDE = "huggingface"
-TOKENIZER = "tokenizer.json"
 
 
 def default_run(source: Source) -> Config:
@@ -79,8 +78,7 @@ def import_folder(source: Source, out: str | Path, run: Config) -> Config:
             checkpoints.save(0, state, configfile.dump(config))
         (temporary / "run.yaml").write_text(yaml.safe_dump(configfile.dump(config), sort_keys=False, allow_unicode=True), encoding="utf-8")
         (temporary / BESIDE).mkdir()
-        for file in (source.folder / CONFIG, *source.carried):
-            shutil.copyfile(file, temporary / BESIDE / file.name)
+        copy_carried((source.folder / CONFIG, *source.carried), temporary / BESIDE)
         if (source.folder / TOKENIZER).is_file():
             shutil.copyfile(source.folder / TOKENIZER, temporary / TOKENIZER)
     return config

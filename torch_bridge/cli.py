@@ -12,16 +12,17 @@ What a user got wrong is a report on stderr, one line a problem, and exit code 2
 from __future__ import annotations
 
 import argparse
+import contextlib
 import math
 import os
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 import jax
 
-from jaxpar import configfile
+from jaxpar import configfile, distributed
 from torch_bridge.parity import command as parity_command
 
 
@@ -75,6 +76,17 @@ def _reading(args: argparse.Namespace) -> dict[str, Any]:
     return {"rope_length": args.rope_length, "ignore": args.ignore, "any_dtype": args.any_dtype}
 
 
+def _alone(environ: Mapping[str, str]) -> None:
+    """ValueError in one of several processes that a launcher started: each would do the whole and all write one folder."""
+    if "SLURM_PROCID" in environ and "SLURM_STEP_NUM_TASKS" not in environ:
+        return  # a batch script itself, before its srun
+    launch = None
+    with contextlib.suppress(ValueError):
+        launch = distributed.detect(environ)
+    if launch is not None and launch.processes > 1:
+        raise ValueError(f"torch-bridge is one process, and {launch.processes} were started: start it once (srun --ntasks=1)")
+
+
 def _on_host() -> None:
     """Files in, files out: host memory holds more than a device, which would only be passed through. JAX_PLATFORMS says otherwise."""
     if "JAX_PLATFORMS" not in os.environ:
@@ -107,6 +119,8 @@ def _import(args: argparse.Namespace) -> int:
     source = read_model(args.folder, **_reading(args))
     import_folder(source, args.out, default_run(source) if run is None else run)
     print(f"{args.out}: {source.family.name} of {inspection.parameters(source):,} parameters, step 0")
+    for note in inspection.tokenizer_notes(source):
+        print(f"note: {note}")
     print(f"train on: jaxpar train {args.out}/run.yaml")
     return 0
 
@@ -155,6 +169,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         args = parser().parse_args(arguments)
+        _alone(os.environ)
         return int(args.call(args) or 0)
     except (ValueError, OSError) as error:
         if "--traceback" in arguments:

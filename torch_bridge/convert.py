@@ -29,7 +29,7 @@ from jaxpar.rules import DENSE, Rules
 from torch_bridge.arrays import ShardedView, global_array
 from torch_bridge.families import find_family, infer_family
 from torch_bridge.families.decoder import EMBEDDING, HEAD, Family
-from torch_bridge.formats.huggingface import CONFIG, whole_folder, write_json, write_tensors
+from torch_bridge.formats.huggingface import CONFIG, copy_carried, whole_folder, write_json, write_tensors
 from torch_bridge.mapping import expected_shapes, to_leaves, to_torch
 from torch_bridge.source import TORCH_DTYPES, Source, bindings, read_model
 from torch_bridge.transforms import Cast
@@ -103,8 +103,7 @@ def export_params(
     tensors = to_torch(bindings(chosen, model, padded), leaves)
     with whole_folder(folder) as temporary:
         write_json(temporary / CONFIG, config)
-        for file in map(Path, files):
-            (temporary / file.name).write_bytes(file.read_bytes())
+        copy_carried(map(Path, files), temporary)
         write_tensors(temporary, tensors, max_shard_bytes)
     return folder
 

@@ -19,7 +19,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,18 +33,23 @@ FULL = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
+TOKENIZER = "tokenizer.json"
 CARRIED = (
-    "tokenizer.json",
+    TOKENIZER,
     "tokenizer_config.json",
     "tokenizer.model",
     "special_tokens_map.json",
     "added_tokens.json",
     "vocab.json",
     "merges.txt",
+    "vocab.txt",
+    "spiece.model",
+    "tekken.json",
     "chat_template.jinja",
     "chat_template.json",
     "generation_config.json",
 )
+CARRIED_FOLDERS = ("additional_chat_templates",)
 
 
 # What torch's wrappers put before names: DDP the first, in front of everything; compile, FSDP and activation checkpointing the others,
@@ -200,8 +205,18 @@ def _read_file(folder: Folder, name: str, wanted: list[str] | None) -> None:
 
 
 def carried(folder: Path) -> tuple[Path, ...]:
-    """Tokenizer and generation files of a folder."""
-    return tuple(folder / name for name in CARRIED if (folder / name).is_file())
+    """Tokenizer and generation files of a folder, and folders of such."""
+    files = [folder / name for name in CARRIED if (folder / name).is_file()]
+    return (*files, *(folder / name for name in CARRIED_FOLDERS if (folder / name).is_dir()))
+
+
+def copy_carried(paths: Iterable[Path], folder: Path) -> None:
+    """Copies of `carried` in `folder`. What a link leads to is copied."""
+    for path in paths:
+        if path.is_dir():
+            shutil.copytree(path, folder / path.name)
+        else:
+            shutil.copyfile(path, folder / path.name)
 
 
 def check_free(path: Path) -> None:

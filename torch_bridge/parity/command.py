@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,7 @@ def call(args: argparse.Namespace) -> int:
         raise ValueError(f"--json: {args.json!r} is a folder; name a file")
     if args.dtype == "float64":
         jax.config.update("jax_enable_x64", True)
-    distributed.start(mesh.devices)
+    distributed.start(mesh.devices, {name: os.environ[name] for name in ("XLA_FLAGS",) if name in os.environ})  # simulated devices alone
     try:
         from torch_bridge.parity.ladder import run_parity  # torch takes seconds to import
     except ImportError as error:
