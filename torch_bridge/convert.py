@@ -27,12 +27,12 @@ from jaxpar.models.decoder import Decoder
 from jaxpar.params import Tree, flatten, map_leaves, padded_vocabulary, partition_specs
 from jaxpar.rules import DENSE, Rules
 from torch_bridge.arrays import ShardedView, global_array
+from torch_bridge.casting import Cast
 from torch_bridge.families import find_family, infer_family
 from torch_bridge.families.decoder import EMBEDDING, HEAD, Family
 from torch_bridge.formats.huggingface import CONFIG, copy_carried, whole_folder, write_json, write_tensors
 from torch_bridge.mapping import expected_shapes, to_leaves, to_torch
 from torch_bridge.source import TORCH_DTYPES, Source, bindings, read_model
-from torch_bridge.transforms import Cast
 from torch_bridge.views import ArrayView, View, read_all
 
 __all__ = ["Source", "bindings", "default_places", "export_params", "import_params", "read_model", "torch_arrays", "tree_of_arrays"]
