@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -58,14 +58,19 @@ def _pieces(index: Index, itemsize: int) -> Iterator[Index]:
         yield from _pieces(index[:dim] + ((low, min(stop, low + step)),) + index[dim + 1 :], itemsize)
 
 
-def _read(readers: ThreadPoolExecutor, view: View, index: Index, out: np.ndarray) -> None:
-    """`view.read` by several threads: reading and copying both leave Python's lock."""
+def _read(readers: ThreadPoolExecutor, view: View, boxes: Iterable[tuple[Index, np.ndarray]]) -> None:
+    """`view.read` of each box by several threads: reading and copying both leave Python's lock."""
 
-    def read(piece: Index) -> None:
+    def read(piece: Index, out: np.ndarray, index: Index) -> None:
         view.read(piece, out[slices(tuple((low - start, high - start) for (low, high), (start, _) in zip(piece, index)))])
 
-    for _ in readers.map(read, _pieces(index, view.dtype.itemsize)):
-        pass
+    jobs = [readers.submit(read, piece, out, index) for index, out in boxes if out.size for piece in _pieces(index, view.dtype.itemsize)]
+    try:
+        for job in jobs:
+            job.result()
+    except BaseException:
+        readers.shutdown(cancel_futures=True)
+        raise
 
 
 def global_array(view: View, sharding: NamedSharding) -> jax.Array:
@@ -76,15 +81,17 @@ def global_array(view: View, sharding: NamedSharding) -> jax.Array:
         places.setdefault(_index(place, view.shape), []).append(device)
     hosted = all(device.platform == "cpu" for devices in places.values() for device in devices)
     shapes = [box_shape(index) for index in places]
-    parts = aligned_parts(shapes, view.dtype) if hosted else (aligned(shape, view.dtype) for shape in shapes)
     arrays = []
     with ThreadPoolExecutor(min(os.cpu_count() or 1, MOST_READERS)) as readers:
-        for (index, devices), part in zip(places.items(), parts):
-            if part.size:
-                _read(readers, view, index, part)
-            arrays += [jax.device_put(part, device) for device in devices]
-            if not hosted:
-                jax.block_until_ready(arrays[-len(devices) :])  # so that one part at a time waits in host memory
+        if hosted:
+            parts = aligned_parts(shapes, view.dtype)
+            _read(readers, view, zip(places, parts))
+            arrays = [jax.device_put(part, device) for part, devices in zip(parts, places.values()) for device in devices]
+        else:
+            for shape, (index, devices) in zip(shapes, places.items()):
+                part = aligned(shape, view.dtype)
+                _read(readers, view, [(index, part)])
+                arrays += jax.block_until_ready([jax.device_put(part, device) for device in devices])  # one part at a time on the host
     return jax.make_array_from_single_device_arrays(view.shape, sharding, arrays)
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from torch_bridge.transforms import Transform
 from torch_bridge.views import Index, Shape, View, Views, box_shape
 
-CHUNK_BYTES = 16 * 2**20  # what a cast holds beside its output
+CHUNK_BYTES = 2**21  # what a cast holds beside its output: little enough to stay in a cache
 
 
 @dataclass(frozen=True)
@@ -57,9 +57,9 @@ class _CastView:
         held = np.empty(box_shape(index), self.base.dtype)
         self.base.read(index, held)
         with np.errstate(over="ignore", invalid="ignore"):
-            out[...] = made = held.astype(self.dtype)
+            np.copyto(out, held, casting="unsafe")
         if _reach(self.dtype) < _reach(held.dtype):
-            lost = np.isinf(made) & np.isfinite(held)
+            lost = np.isinf(out) & np.isfinite(held)
             if lost.any():
                 raise ValueError(f"dtype: {self.dtype} cannot hold the weight {held[lost][0]}; choose bfloat16 or float32")
 
