@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import io
 import math
 import os
 import sys
@@ -167,10 +168,18 @@ def _diff(args: argparse.Namespace) -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; the exit code. ValueError and OSError are what a user can cause: a report and 2."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    for stream in (sys.stdout, sys.stderr):
+        if argv is None and isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # names of files and tensors are not all of the terminal's encoding
     try:
         args = parser().parse_args(arguments)
         _alone(os.environ)
-        return int(args.call(args) or 0)
+        code = int(args.call(args) or 0)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # who read the output, such as head, has enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
     except (ValueError, OSError) as error:
         if "--traceback" in arguments:
             traceback.print_exc()

@@ -399,6 +399,28 @@ def test_interrupted_by_the_user(capsys, originals, monkeypatch):
     assert code == 130 and err == "torch-bridge: interrupted\n"
 
 
+def started(arguments, **options):
+    command = [sys.executable, "-m", "torch_bridge.cli", *map(os.fspath, arguments)]
+    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options)
+
+
+def test_output_that_nobody_reads_on(originals):
+    """As of `inspect DIR --plan | head -1`."""
+    with started(["inspect", originals / "llama", "--plan"]) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()
+        assert (process.wait(120), process.stderr.read()) == (141, b"")
+
+
+def test_names_beyond_the_terminals_encoding(copy):
+    folder = copy("llama")
+    odd = Path(os.fsdecode(os.fsencode(folder) + b"\xff\xe9"))
+    folder.rename(odd)
+    with started(["inspect", odd, "--plan"], env={**os.environ, "PYTHONIOENCODING": "ascii"}) as process:
+        out, err = process.communicate(timeout=120)
+    assert (process.returncode, err) == (0, b"") and b"\\udcff" in out and b"3 \\xd7 4" in out
+
+
 # -- what stops an export midway ----------------------------------------------------------------------------------------------------
 
 WRITE = """
