@@ -26,7 +26,7 @@ checkpoint: {every: 2}
 """
 
 
-@pytest.mark.parametrize(("name", "optimizer"), [("llama", "adamw"), ("llama-tied", "muon")])
+@pytest.mark.parametrize(("name", "optimizer"), [pytest.param("llama", "adamw", marks=pytest.mark.slow), ("llama-tied", "muon")])
 def test_zero_3_with_tensor_parallelism(tmp_path, name, optimizer):
     from jaxpar.train.corpus import write_tokens
 

@@ -412,6 +412,7 @@ def test_output_that_nobody_reads_on(originals):
         assert (process.wait(120), process.stderr.read()) == (141, b"")
 
 
+@pytest.mark.slow
 def test_names_beyond_the_terminals_encoding(copy):
     folder = copy("llama")
     odd = Path(os.fsdecode(os.fsencode(folder) + b"\xff\xe9"))
