@@ -95,6 +95,7 @@ class RopeConfig:
         if self.type == "dynamic":
             require(self.static_length is not None, "model.rope.static_length: dynamic rope needs the length to assume, in tokens")
         low, high = self.low_frequency_factor, self.high_frequency_factor
+        require(self.type != "llama3" or low > 0, f"model.rope.low_frequency_factor: {low} must be positive")
         require(self.type != "llama3" or high > low, f"model.rope.high_frequency_factor: {high} must exceed low_frequency_factor {low}")
 
     @property
