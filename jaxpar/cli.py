@@ -3,6 +3,7 @@
     jaxpar train RUN.yaml [--set a.b=c]...       train, or resume where the checkpoint folder has something to resume
     jaxpar generate CKPT --prompt "Once" ...     text from a checkpoint
     jaxpar tokenize RUN.yaml FOLDER              the run's text as a folder of tokens, for data.source: tokens
+    jaxpar compile RUN.yaml [--gpu h100]...      memory, traffic, work and time on a GPU cluster, with no GPU
     jaxpar params RUN.yaml [--set a.b=c]...      every parameter: shape, place on the mesh, ZeRO placement, count
 
 What a user got wrong is one line on stderr and exit code 2; `--traceback` shows where it came from.
@@ -11,13 +12,17 @@ What a user got wrong is one line on stderr and exit code 2; `--traceback` shows
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import traceback
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NoReturn
 
+import jax
+
 import jaxpar
-from jaxpar import configfile, distributed, params, rules
+from jaxpar import configfile, distributed, gpu, params, rules
 
 
 class _Parser(argparse.ArgumentParser):
@@ -44,6 +49,17 @@ def parser() -> argparse.ArgumentParser:
     tokens.add_argument("folder", metavar="FOLDER", help="a folder to make, for data.source: tokens")
     tokens.set_defaults(call=_tokenize)
 
+    compiled = commands.add_parser(
+        "compile", parents=[run_file, errors], help="compile the training step for GPUs and report, with no GPU present", allow_abbrev=False
+    )
+    compiled.add_argument("--gpu", default="h100", metavar="NAME", help="a file of configs/hardware, or a path to one (default h100)")
+    compiled.add_argument("--nodes", type=int, metavar="N", help="hosts (default: what the mesh needs)")
+    compiled.add_argument("--gpus-per-node", type=int, metavar="N", help="GPUs of a host (default 8)")
+    compiled.add_argument("--json", metavar="FILE", help="write the report as JSON, - for stdout")
+    compiled.add_argument("--hlo", metavar="FILE", help="write the compiled program's text")
+    compiled.add_argument("--knobs", action="store_true", help="compile alternatives that need less memory, as is done where it does not fit")
+    compiled.set_defaults(call=_compile)
+
     table = commands.add_parser("params", parents=[run_file, errors], help="list the parameters of a run", allow_abbrev=False)
     table.set_defaults(call=_params)
 
@@ -65,10 +81,33 @@ def parser() -> argparse.ArgumentParser:
 
 def _train(args: argparse.Namespace) -> int:
     config = configfile.load(args.run, args.overrides)
+    gpu.reserve()
     distributed.start(config.train.cpu_devices)
     from jaxpar.train import loop
 
     return loop.train(config, until=args.until)
+
+
+def _compile(args: argparse.Namespace) -> int:
+    config = configfile.load(args.run, args.overrides)
+    jax.config.update("jax_platforms", "cpu")  # compiling needs the CUDA plugin and no GPU; one that is there stays free
+    from jaxpar.plan import compile as compiling
+    from jaxpar.plan import hardware, show
+
+    gpus = hardware.load(args.gpu)
+    compiled = compiling.compile_run(config, gpus, args.nodes, args.gpus_per_node)
+    report = compiling.report(compiled)
+    if args.hlo:
+        Path(args.hlo).write_text(compiled.text)
+    if args.json:
+        text = json.dumps(report, indent=1) + "\n"
+        if args.json == "-":
+            print(text, end="")
+            return 0
+        Path(args.json).write_text(text)
+    tried = args.knobs or not report["fits"]
+    print(show.text(compiled, report, compiling.compare_knobs(config, gpus, args.nodes, args.gpus_per_node) if tried else []))
+    return 0
 
 
 def _tokenize(args: argparse.Namespace) -> int:

@@ -2,7 +2,8 @@
 
     parse             text -> Program of computations and instructions
     executions        every instruction that runs, with how often it does (loops, calls, fusions and branches followed)
-    matmul_flops      2 M N K over all matrix products
+    dot_flops         2 M N K of one matrix product
+    matmul_flops      the same over all of them
     buffers_at_least  arrays of some size that the program writes
 
 What XLA did is counted, not what was written: fused, combined, peeled or moved operations appear as they run.
@@ -59,7 +60,8 @@ class Array:
 
 @dataclass(frozen=True)
 class Instruction:
-    """One line. `results`: arrays of its flattened result; `operands`: names in the same computation; `attributes`: the line's rest."""
+    """One line. `results`: arrays of its flattened result; `operands`: names in the same computation; `attributes`: the line's rest;
+    `result`: its result type as printed, with layouts and memory spaces."""
 
     name: str
     opcode: str
@@ -68,6 +70,7 @@ class Instruction:
     literal: str
     attributes: str
     computation: str
+    result: str = ""
 
     def attribute(self, name: str) -> str | None:
         """The computation or word that follows `name=`."""
@@ -128,7 +131,14 @@ def _instruction(line: str, start: int, name: str, computation: str) -> Instruct
     closing = _closing(line, opening)
     inside = line[opening + 1 : closing - 1]
     return Instruction(
-        name, line[end:opening].strip(), arrays(line[start:end]), tuple(_NAME.findall(inside)), inside, line[closing:], computation
+        name=name,
+        opcode=line[end:opening].strip(),
+        results=arrays(line[start:end]),
+        operands=tuple(_NAME.findall(inside)),
+        literal=inside,
+        attributes=line[closing:],
+        computation=computation,
+        result=line[start:end],
     )
 
 
@@ -262,7 +272,8 @@ def executions(program: Program, measure: Callable[[Instruction], float]) -> lis
 _MATMUL_CALLS = ("__onednn$matmul", "__cublas$gemm", "__cublas$lt$matmul")
 
 
-def _flops(program: Program, instruction: Instruction) -> int:
+def dot_flops(program: Program, instruction: Instruction) -> int:
+    """2 M N K of a `dot` or a call to oneDNN or cuBLAS; 0 for anything else."""
     if instruction.opcode == "dot":
         left = program.operands(instruction)[0].results[0]
         return 2 * instruction.results[0].size * math.prod(left.shape[i] for i in instruction.dims("lhs_contracting_dims"))
@@ -282,7 +293,7 @@ def matmul_flops(text: str) -> int:
     or Pallas kernels, nor products of vectors that XLA rewrote as multiply and reduce.
     """
     program = parse(text)
-    return sum(_flops(program, each) * count for each, count in executions(program, lambda each: _flops(program, each)))
+    return sum(dot_flops(program, each) * count for each, count in executions(program, lambda each: dot_flops(program, each)))
 
 
 @dataclass(frozen=True)

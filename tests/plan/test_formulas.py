@@ -27,7 +27,7 @@ def config(data=1, tensor=1, model=MODEL, optimizer="adamw", **train):
 
 def sent(config, kind, axes, dtype, word=""):
     """(operations, payload) of the formula, of one purpose."""
-    found = [each for each in formulas.written_traffic(config) if word in each.source]
+    found = [each for each in formulas.step_traffic(config) if word in each.source]
     total = summary(found).get((kind, axes, dtype))
     return (total.count, total.payload) if total else (0, 0)
 
@@ -64,7 +64,7 @@ def test_zero_3_gathers_each_layer_twice_and_one_more_in_each_pass():
 
 def test_a_device_sends_what_a_ring_needs():
     run = config(data=4, zero=1)
-    total = summary(formulas.written_traffic(run))["reduce_scatter", ("data",), "float32"]
+    total = summary(formulas.step_traffic(run))["reduce_scatter", ("data",), "float32"]
     assert total.bytes == 3 / 4 * 4 * (MATRICES + NORMS)
 
 
@@ -83,7 +83,7 @@ def test_sequence_parallelism_sends_the_bytes_of_the_all_reduces_that_it_replace
 
     def activations(on):
         run = config(data=2, tensor=4, zero=zero, remat="none", sequence_parallel=on, accumulation=2)
-        return sum(each.bytes for each in formulas.written_traffic(run) if "activations" in each.source)
+        return sum(each.bytes for each in formulas.step_traffic(run) if "activations" in each.source)
 
     assert activations(True) == activations(False) == 2 * (3 / 4) * (4 * L + 2) * BATCH * SEQUENCE // 2 * D * 2
 
@@ -105,7 +105,7 @@ def test_a_vector_that_replicas_do_not_divide_is_reduced_whole():
 
 
 def test_one_device_sends_nothing():
-    assert formulas.compiled_traffic(config(zero=3)) == []
+    assert formulas.step_traffic(config(zero=3)) == []
 
 
 @pytest.mark.parametrize(("optimizer", "copies"), [("adamw", 3), ("lion", 2), ("sgd", 2)])

@@ -1,0 +1,77 @@
+"""Arithmetic of a step: what the compiled program does beside what the model needs, so that recomputation and waste show as a ratio.
+
+    measure      compiled text -> Work: matmuls, attention kernels, custom calls by name
+    model_flops  the model's own count, all devices together
+
+Both count causal attention as half of the score matrix, and the backward of attention as two forwards: cuDNN computes scores again
+inside its backward kernel, which is the price of not keeping them and not the program's doing.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from dataclasses import dataclass
+
+from jaxpar.config import Config
+from jaxpar.models.decoder import Decoder
+from jaxpar.params import flatten
+from jaxpar.plan.hlo import Instruction, Program, executions, matmul_flops, parse
+
+
+@dataclass(frozen=True)
+class Work:
+    """FLOPs of one GPU in a step; `calls` says how often each custom call runs."""
+
+    matmul: int
+    attention: int
+    calls: dict[str, int]
+
+    @property
+    def flops(self) -> int:
+        return self.matmul + self.attention
+
+
+def _target(instruction: Instruction) -> str:
+    found = re.search(r'custom_call_target="([^"]+)"', instruction.attributes)
+    return found.group(1) if found else ""
+
+
+def attention_flops(program: Program, instruction: Instruction) -> int:
+    """Of one call of cuDNN's fused attention: 4 B N S T H forward, twice that backward, half where it is causal; else 0."""
+    target = _target(instruction)
+    if not target.startswith("__cudnn$fmha"):
+        return 0
+    query, key = (program.operands(instruction)[n].results[0].shape for n in (0, 1))
+    batch, length, heads, width = query
+    full = 4 * batch * heads * length * key[1] * width
+    causal = '"mask_type": "CAUSAL"' in instruction.attributes or '"mask_type":"CAUSAL"' in instruction.attributes
+    return full * (2 if "Backward" in target else 1) // (2 if causal else 1)
+
+
+def measure(text: str) -> Work:
+    """What one GPU computes. Triton kernels of matmuls are fusions with a `dot` inside and count as such."""
+    program = parse(text)
+    found = executions(program, lambda each: float(each.opcode == "custom-call"))
+    calls: Counter[str] = Counter()
+    attention = 0
+    for each, count in found:
+        calls[_target(each)] += count
+        attention += count * attention_flops(program, each)
+    return Work(matmul_flops(text), attention, dict(calls))
+
+
+def model_flops(config: Config, causal: bool = True) -> int:
+    """6 x matrix elements x tokens, and 12 x layers x heads x head width x (keys a query sees) x tokens, all devices together.
+
+    Keys: half of the sequence, or of a window what it holds; all of it where `causal` is not counted. The embedding is a lookup and counts nothing; the head does.
+    """
+    model, tokens = config.model, config.train.batch * config.data.sequence
+    specs = flatten(Decoder(model, model.vocabulary).specs)
+    matrices = sum(spec.real_size for _, spec in specs if spec.role in ("matrix", "head") or (model.tied and spec.role == "embedding"))
+    length = config.data.sequence
+    windows = [model.windows[layer % len(model.windows)] for layer in range(model.layers)]
+    seen = sum(length / 2 if not window or window >= length else window - window * window / (2 * length) for window in windows)
+    if not causal:
+        seen = length * model.layers
+    return round(6 * matrices * tokens + 12 * model.heads * model.head_width * seen * tokens)
