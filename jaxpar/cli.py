@@ -12,11 +12,9 @@ What a user got wrong is one line on stderr and exit code 2; `--traceback` shows
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import traceback
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NoReturn
 
 import jax
@@ -57,7 +55,11 @@ def parser() -> argparse.ArgumentParser:
     compiled.add_argument("--gpus-per-node", type=int, metavar="N", help="GPUs of a host (default 8)")
     compiled.add_argument("--json", metavar="FILE", help="write the report as JSON, - for stdout")
     compiled.add_argument("--hlo", metavar="FILE", help="write the compiled program's text")
-    compiled.add_argument("--knobs", action="store_true", help="compile alternatives that need less memory, as is done where it does not fit")
+    compiled.add_argument("--trace", metavar="FILE", help="write the simulated step as a Chrome trace")
+    compiled.add_argument("--png", metavar="FILE", help="draw one layer of the simulated step")
+    compiled.add_argument(
+        "--knobs", action="store_true", help="compile alternatives as well, which is done anyway where the run does not fit"
+    )
     compiled.set_defaults(call=_compile)
 
     table = commands.add_parser("params", parents=[run_file, errors], help="list the parameters of a run", allow_abbrev=False)
@@ -91,23 +93,9 @@ def _train(args: argparse.Namespace) -> int:
 def _compile(args: argparse.Namespace) -> int:
     config = configfile.load(args.run, args.overrides)
     jax.config.update("jax_platforms", "cpu")  # compiling needs the CUDA plugin and no GPU; one that is there stays free
-    from jaxpar.plan import compile as compiling
-    from jaxpar.plan import hardware, show
+    from jaxpar.plan import command
 
-    gpus = hardware.load(args.gpu)
-    compiled = compiling.compile_run(config, gpus, args.nodes, args.gpus_per_node)
-    report = compiling.report(compiled)
-    if args.hlo:
-        Path(args.hlo).write_text(compiled.text)
-    if args.json:
-        text = json.dumps(report, indent=1) + "\n"
-        if args.json == "-":
-            print(text, end="")
-            return 0
-        Path(args.json).write_text(text)
-    tried = args.knobs or not report["fits"]
-    print(show.text(compiled, report, compiling.compare_knobs(config, gpus, args.nodes, args.gpus_per_node) if tried else []))
-    return 0
+    return command.run(config, command.Request(**{name: getattr(args, name) for name in command.Request.__dataclass_fields__}))
 
 
 def _tokenize(args: argparse.Namespace) -> int:

@@ -3,14 +3,13 @@
     devices      the GPUs of a cluster, as XLA's CUDA plugin describes them
     compile_run  the very step that training runs, lowered and compiled for them -> Compiled
     Compiled     scheduled program, sizes, what is alive when
-    report       everything about it as JSON takes it
+    report       everything about it as JSON takes it; `knobs.py` compiles what else could be done, `show.py` prints
 
 The plugin (`pip install "jax[cuda13]"`) compiles with no GPU present.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.util
 import tempfile
 import time
@@ -26,7 +25,7 @@ from jax.sharding import Mesh
 from jaxpar import gpu, rules
 from jaxpar.config import Config
 from jaxpar.mesh import make_mesh
-from jaxpar.plan import formulas, memory, sent, simulate, work
+from jaxpar.plan import buffers, formulas, kernels, memory, sent, simulate, work
 from jaxpar.plan.hardware import Hardware
 from jaxpar.train.step import Training, build_training
 
@@ -35,7 +34,8 @@ PLUGINS = ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12")
 
 @dataclass(frozen=True, eq=False)
 class Compiled:
-    """One run compiled for one cluster. `text` is the scheduled program, `alive` what XLA wrote of its buffers."""
+    """One run compiled for one cluster. `text` is the scheduled program, `sizes` what XLA says of its memory, `alive` of its buffers,
+    `kernel_flops` those of one launch of each Pallas kernel."""
 
     config: Config
     hardware: Hardware
@@ -43,7 +43,8 @@ class Compiled:
     training: Training
     text: str
     sizes: Any
-    alive: memory.Alive
+    alive: buffers.Alive
+    kernel_flops: dict[str, int]
     lower_seconds: float
     compile_seconds: float
 
@@ -93,7 +94,8 @@ def compile_run(config: Config, hardware: Hardware, nodes: int | None = None, gp
     mesh = make_mesh(config.mesh, devices(hardware, nodes, gpus_per_node))
     training = build_training(config, mesh)
     start = time.perf_counter()
-    lowered = training.step.lower(training.abstract_state, training.abstract_batch)
+    traced = training.step.trace(training.abstract_state, training.abstract_batch)
+    lowered = traced.lower()
     lower_seconds = time.perf_counter() - start
     with tempfile.TemporaryDirectory() as folder:
         options = {**gpu.WITHOUT_GPU, "xla_dump_to": folder, "xla_dump_hlo_module_re": "^jit_step$", "xla_dump_hlo_as_text": True}
@@ -105,35 +107,53 @@ def compile_run(config: Config, hardware: Hardware, nodes: int | None = None, gp
                 raise ValueError(f"gpu.flags: {str(error).partition(': ')[2] or error}") from None
             raise
         compile_seconds = time.perf_counter() - start
-        alive = memory.read_dump(Path(folder))
-    return Compiled(config, hardware, mesh, training, compiled.as_text(), compiled.memory_analysis(), alive, lower_seconds, compile_seconds)
+        alive = buffers.read_dump(Path(folder))
+    sizes, flops = compiled.memory_analysis(), kernels.kernel_flops(traced.jaxpr)
+    return Compiled(config, hardware, mesh, training, compiled.as_text(), sizes, alive, flops, lower_seconds, compile_seconds)
 
 
-def report(compiled: Compiled) -> dict[str, Any]:
-    """Memory, traffic, FLOPs and simulated time: nested dicts, lists and numbers."""
+def report(compiled: Compiled, simulation: simulate.Simulation | None = None) -> dict[str, Any]:
+    """Memory, traffic, work and simulated time of one GPU: nested dicts, lists and numbers, in bytes, FLOPs and seconds.
+
+    memory       see `memory.measure`; `fits` in the `usable` bytes, cuDNN's workspace included
+    collectives  {axis, kind, asynchronous, count, bytes, expected_bytes}, `bytes` sent by one GPU over a ring; `unexpected` with sources
+    flops        {program, model}
+    time         see `simulated`
+    custom_calls by name; `kernels` of Pallas with their grid; `copies` of large buffers
+    """
     config = compiled.config
     held = memory.measure(config, compiled.training, compiled.text, compiled.sizes, compiled.alive)
     rows, unexpected = sent.compare(compiled.text, compiled.mesh, formulas.step_traffic(config))
-    done = work.measure(compiled.text)
-    usable = int(compiled.hardware.memory * gpu.MEMORY_FRACTION)
+    done = work.measure(compiled.text, compiled.kernel_flops)
+    usable = usable_bytes(compiled.hardware)
     return {
         "memory": held,
         "collectives": rows,
         "unexpected": unexpected,
         "flops": {"program": done.flops, "model": work.model_flops(config) / config.mesh.devices},
-        "time": simulated(compiled),
+        "time": simulated(compiled, simulation),
         "compile_seconds": compiled.compile_seconds,
         "fits": held["peak"] + held["attention_workspace"] <= usable,
         "usable": usable,
         "custom_calls": done.calls,
+        "kernels": [
+            {"name": each.name, "count": each.count, "grid": list(each.grid), "flops": compiled.kernel_flops.get(each.name)}
+            for each in done.launches
+        ],
+        "copies": done.copies,
     }
 
 
-def simulated(compiled: Compiled) -> dict[str, Any]:
-    """Step time by the simulator: `step_seconds`, `tokens_per_second_per_gpu`, `mfu` (causal attention counted half) and `mfu_full` (the
-    whole score matrix), `exposed_seconds` by axis."""
+def usable_bytes(hardware: Hardware) -> int:
+    """What JAX may take of a GPU's memory."""
+    return int(hardware.memory * gpu.MEMORY_FRACTION)
+
+
+def simulated(compiled: Compiled, found: simulate.Simulation | None = None) -> dict[str, Any]:
+    """Step time by the simulator (`found` where it ran already): `step_seconds`, `tokens_per_second_per_gpu`, `mfu` (causal attention
+    counted half) and `mfu_full` (the whole score matrix), `exposed_seconds` by axis."""
     config, peak = compiled.config, compiled.hardware.peak_flops["bfloat16"]
-    found = simulate.simulate(compiled.text, compiled.mesh, compiled.hardware)
+    found = found or simulate.simulate(compiled.text, compiled.mesh, compiled.hardware)
     gpus, seconds = config.mesh.devices, found.step_seconds
     return {
         "step_seconds": seconds,
@@ -142,40 +162,3 @@ def simulated(compiled: Compiled) -> dict[str, Any]:
         "mfu_full": work.model_flops(config, causal=False) / gpus / seconds / peak,
         "exposed_seconds": {"+".join(axes): waited for axes, waited in found.exposed_seconds.items()},
     }
-
-
-def alternatives(config: Config) -> dict[str, Config]:
-    """Configurations that differ in one knob and should need less memory, by what is changed."""
-    train, changed = config.train, {}
-
-    def change(label: str, **values: Any) -> None:
-        try:
-            other = dataclasses.replace(config, train=dataclasses.replace(train, **values))
-            rules.check_run(other, config.mesh.devices)
-        except ValueError:
-            return
-        changed[label] = other
-
-    order = ("none", "matmuls", "outputs", "attention", "block")
-    lighter = order[order.index(train.remat) + 1 :]
-    for remat in lighter[-1:]:
-        change(f"train.remat={remat}", remat=remat)
-    if train.zero < 3:
-        change("train.zero=3", zero=3)
-    change(f"train.accumulation={2 * train.accumulation}", accumulation=2 * train.accumulation)
-    if train.loss_chunk > 512:
-        change(f"train.loss_chunk={train.loss_chunk // 2}", loss_chunk=train.loss_chunk // 2)
-    if train.reduce_dtype == "float32" and train.compute_dtype == "bfloat16":
-        change("train.reduce_dtype=bfloat16", reduce_dtype="bfloat16")
-    if config.mesh.tensor > 1 and not train.sequence_parallel:
-        change("train.sequence_parallel=true", sequence_parallel=True)
-    return changed
-
-
-def compare_knobs(config: Config, hardware: Hardware, nodes: int | None, gpus_per_node: int | None) -> list[tuple[str, int]]:
-    """(change, peak bytes) of every alternative, compiled, smallest first."""
-    peaks = [
-        (label, compile_run(other, hardware, nodes, gpus_per_node).sizes.peak_memory_in_bytes)
-        for label, other in alternatives(config).items()
-    ]
-    return sorted(peaks, key=lambda each: each[1])

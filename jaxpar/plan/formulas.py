@@ -224,7 +224,9 @@ def _scalars(config: Config) -> list[Collective]:
 def _norm(config: Config) -> list[Collective]:
     """The gradients' sum of squares: one scalar for each set of axes that splits some of them."""
     kinds = {(*(REPLICA if weight.split else ()), *((TENSOR,) if weight.on_tensor else ())) for weight in weights(config)}
-    return [one for axes in sorted(kinds) for one in _send(config, "norm of the gradients", "all_reduce", axes, 1, 1, _scalar_dtype(config))]
+    return [
+        one for axes in sorted(kinds) for one in _send(config, "norm of the gradients", "all_reduce", axes, 1, 1, _scalar_dtype(config))
+    ]
 
 
 def state_bytes(config: Config) -> int:

@@ -16,7 +16,7 @@ from typing import Any
 
 from jaxpar import configfile
 
-FOLDER = Path(__file__).parent.parent.parent / "configs" / "hardware"
+FOLDER = Path(__file__).parent.parent / "hardware"  # configs/hardware, which the wheel holds too
 
 # Shorter names people use.
 ALIASES = {"a100": "a100_80g", "h100": "h100_sxm", "h200": "h200_sxm"}
@@ -81,10 +81,6 @@ class Hardware:
             f'device_description_str: "{self.description}"'
         )
 
-    def link(self, where: str) -> Link:
-        """The link of an axis, by the words of `jaxpar.mesh.explain`."""
-        return self.node if where == "inside a host" else self.network
-
 
 def _proto(section: Mapping[str, Any]) -> str:
     return " ".join(f"{key} {{ {_proto(value)} }}" if isinstance(value, Mapping) else f"{key}: {value}" for key, value in section.items())
@@ -117,7 +113,16 @@ def _hardware(name: str, raw: Mapping[str, Any]) -> Hardware:
         raise ValueError(f"needs the keys {', '.join(sorted(wanted))}; {', '.join(sorted(set(raw) ^ wanted))} missing or unknown")
     sections = {"node": Link, "network": Link, "fractions": Fractions}
     built = {key: sections[key](**value) if key in sections else value for key, value in raw.items()}
+    _check_numbers({key: value for key, value in raw.items() if key not in ("description", "target", "sources")})
     sourced = set(raw["sources"])
     if missing := wanted - {"sources", "description"} - sourced:
         raise ValueError(f"sources: {', '.join(sorted(missing))} without a source")
     return Hardware(name=name, **built)
+
+
+def _check_numbers(values: Mapping[str, Any], where: str = "") -> None:
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            _check_numbers(value, f"{where}{key}.")
+        elif isinstance(value, bool) or not isinstance(value, (int, float)) or value < 0:
+            raise ValueError(f"{where}{key}: {value!r} is not a number of 0 or more")

@@ -15,35 +15,16 @@ between jobs, and the host.
 from __future__ import annotations
 
 import re
-from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxpar.plan import costs
+from jaxpar.mesh import host_of
 from jaxpar.plan.hardware import Hardware
-from jaxpar.plan.hlo import Instruction, Program, parse, trip_count
-from jaxpar.plan.traffic import axes_of, groups_of, kind_of, recorded
-
-Axes = tuple[str, ...]
-COMPUTE = "compute"
-HOST_BANDWIDTH = 50e9  # PCIe 5 x16, one direction, what copies reach; an estimate
-LOOP = 2e-6  # seconds between two iterations; an estimate
-
-
-@dataclass(frozen=True)
-class Event:
-    """What one stream does from `start` to `end` (seconds). `kind` is a `costs.Work.kind`, a collective's, "copy", "wait" or "repeat"."""
-
-    stream: str
-    kind: str
-    name: str
-    source: str
-    start: float
-    end: float
-    axes: Axes = ()
+from jaxpar.plan.hlo import parse
+from jaxpar.plan.walk import Axes, Event, Walk
 
 
 @dataclass(frozen=True)
@@ -77,195 +58,28 @@ class Simulation:
 def simulate(text: str, mesh: Mesh, hardware: Hardware) -> Simulation:
     """Walk `compiled.as_text()` of a program that was compiled for `mesh` on `hardware`.
 
-    Devices fill nodes of `hardware.gpus_per_node` in the mesh's order. ValueError for a program that is not scheduled, and for a loop of
-    unknown length.
+    ValueError for a program that is not scheduled, and for a loop of unknown length.
     """
     if not re.search(r"^HloModule [^\n]*is_scheduled=true", text):
         raise ValueError("the program is not scheduled: pass the text of a compiled GPU program")
     program = parse(text)
-    walk = _Walk(program, dict(mesh.shape), hardware)
+    walk = Walk(program, dict(mesh.shape), hosts(mesh), hardware)
     walk.computation(program.entry)
     walk.finish()
-    return walk.result()
+    kinds = walk.part("kind")
+    return Simulation(
+        step_seconds=walk.now,
+        compute_seconds=sum(kinds.values()),
+        kinds=kinds,
+        exposed_seconds=walk.part("exposed"),
+        busy_seconds=walk.part("busy"),
+        flops=walk.totals["flops", ""],
+        unhidden=walk.part("unhidden"),
+        events=tuple(walk.events),
+    )
 
 
-@dataclass(frozen=True)
-class _Transfer:
-    """A collective or copy on its link."""
-
-    stream: str
-    kind: str
-    axes: Axes
-    name: str
-    source: str
-    start: float
-    end: float
-
-
-class _Walk:
-    """The state of the walk: the time on the compute stream, what each link still has to do, and totals."""
-
-    def __init__(self, program: Program, sizes: Mapping[str, int], hardware: Hardware) -> None:
-        self.program, self.sizes, self.hardware = program, sizes, hardware
-        self.now = 0.0
-        self.free: dict[str, float] = defaultdict(float)
-        self.recent: dict[str, list[_Transfer]] = defaultdict(list)
-        self.pending: dict[str, _Transfer] = {}
-        self.totals: dict[tuple[str, object], float] = defaultdict(float)
-        self.events: list[Event] = []
-        self.works: dict[tuple[str, str], tuple[costs.Work, float] | None] = {}
-        self.sends: dict[tuple[str, str], tuple[str, str, Axes, float] | None] = {}
-
-    def computation(self, name: str) -> None:
-        for instruction in self.program.computations[name].instructions.values():
-            self.instruction(instruction)
-
-    def instruction(self, each: Instruction) -> None:
-        if each.opcode == "while":
-            self.loop(each)
-        elif each.opcode == "conditional":
-            self.branches(each)
-        elif each.opcode == "call":
-            self.computation(each.attribute("to_apply") or "")
-        elif each.opcode.endswith(("-done", "-update")):
-            self.done(each)
-        elif (sending := self.send(each)) is not None:
-            self.start(each, *sending)
-        elif not each.opcode.endswith("-start") and kind_of(each) is None:
-            self.kernel(each)
-
-    def kernel(self, each: Instruction) -> None:
-        key = (each.computation, each.name)
-        if key not in self.works:
-            work = costs.work(self.program, each)
-            self.works[key] = None if work is None else (work, costs.seconds(work, self.hardware))
-        if (found := self.works[key]) is None:
-            return
-        work, seconds = found
-        self.totals["kind", work.kind] += seconds
-        self.totals["flops", ""] += work.flops
-        self.events.append(Event(COMPUTE, work.kind, each.name, each.source, self.now, self.now + seconds))
-        self.now += seconds
-
-    def send(self, each: Instruction) -> tuple[str, str, Axes, float] | None:
-        """(stream, kind, axes, seconds) of a collective or a transfer to or from host memory; None for anything else."""
-        key = (each.computation, each.name)
-        if key not in self.sends:
-            self.sends[key] = self._send(each)
-        return self.sends[key]
-
-    def _send(self, each: Instruction) -> tuple[str, str, Axes, float] | None:
-        if each.opcode == "copy-start":
-            size = sum(a.bytes for o in self.program.operands(each) for a in o.results)
-            away = "S(5)" in each.result + self.program.operands(each)[0].result
-            rate = HOST_BANDWIDTH if away else self.hardware.memory_bandwidth * self.hardware.fractions.memory / 2
-            return "copy", "copy", ("copy",), size / rate + self.hardware.kernel
-        if each.opcode == "async-start":
-            inner = self.program.computations[each.attribute("calls") or ""]
-            return next((found for i in inner.instructions.values() if (found := self.send(i)) is not None), None)
-        if kind_of(each) is None:
-            return None
-        records = recorded(self.program, each, 1, True, self.sizes)
-        if not records:
-            return None
-        groups = groups_of(each, self.sizes)
-        size = self.hardware.gpus_per_node
-        members = max(int(np.unique(np.array(group) // size, return_counts=True)[1].max()) for group in groups)
-        crosses = any(len({position // size for position in group}) > 1 for group in groups)
-        stream, seconds = costs.transmission(records, members if crosses else records[0].group, self.hardware)
-        return stream, records[0].kind, axes_of(groups, self.sizes), seconds
-
-    def start(self, each: Instruction, stream: str, kind: str, axes: Axes, seconds: float) -> None:
-        begin = max(self.now, self.free[stream])
-        transfer = _Transfer(stream, kind, axes, each.name, each.source, begin, begin + seconds)
-        self.free[stream] = transfer.end
-        self.totals["busy", axes] += seconds
-        self.recent[stream] = [t for t in self.recent[stream] if t.end > self.now] + [transfer]
-        self.events.append(Event(stream, kind, each.name, each.source, transfer.start, transfer.end, axes))
-        apart = each.opcode.endswith("-start") and not re.search(r'"is_sync": ?true', each.attributes)
-        if apart:
-            self.pending[each.name] = transfer
-        else:
-            self.wait(transfer)
-
-    def done(self, each: Instruction) -> None:
-        while each.opcode.endswith("-update") or (each.opcode.endswith("-done") and each.operands):
-            if each.operands[0] in self.pending:
-                if each.opcode.endswith("-done"):
-                    self.wait(self.pending.pop(each.operands[0]))
-                return
-            before = self.program.operands(each)
-            if not before:
-                return
-            each = before[0]
-
-    def wait(self, transfer: _Transfer) -> None:
-        """Move on to the transfer's end; charge what its link carries until then, each to its own axes."""
-        if transfer.end <= self.now:
-            return
-        for each in self.recent[transfer.stream]:
-            overlap = min(each.end, transfer.end) - max(each.start, self.now)
-            if overlap > 0:
-                self.totals["exposed", each.axes] += overlap
-                self.totals["unhidden", (each.axes, each.kind, each.source)] += overlap
-        self.events.append(Event(COMPUTE, "wait", transfer.name, transfer.source, self.now, transfer.end, transfer.axes))
-        self.now = transfer.end
-
-    def loop(self, each: Instruction) -> None:
-        """Walk the body until two iterations are alike, and count the others."""
-        trips, last = trip_count(self.program, each), None
-        for done in range(1, trips + 1):
-            begun, before = self.now, dict(self.totals)
-            self.computation(each.attribute("body") or "")
-            self.now += LOOP
-            ahead = {stream: max(0.0, end - self.now) for stream, end in self.free.items()}
-            shape = (round(self.now - begun, 9), tuple(sorted((s, round(a, 9)) for s, a in ahead.items() if a)))
-            if shape == last and done < trips:
-                self.skip(each, trips - done, self.now - begun, before, ahead)
-                return
-            last = shape
-
-    def skip(
-        self, each: Instruction, times: int, seconds: float, before: Mapping[tuple[str, object], float], ahead: Mapping[str, float]
-    ) -> None:
-        for key, value in list(self.totals.items()):
-            self.totals[key] = value + times * (value - before.get(key, 0.0))
-        end = self.now + times * seconds
-        self.events.append(Event(COMPUTE, "repeat", f"{times} more iterations", each.source, self.now, end))
-        self.now = end
-        for stream, rest in ahead.items():
-            self.free[stream] = max(self.free[stream], self.now + rest) if rest else self.free[stream]
-
-    def branches(self, each: Instruction) -> None:
-        """The branch with the longest total of kernels and transfers, walked."""
-        listed = re.search(r"branch_computations=\{([^}]*)\}", each.attributes)
-        names = (
-            re.findall(r"%?([\w.\-]+)", listed.group(1)) if listed else [each.attribute(f"{way}_computation") for way in ("true", "false")]
-        )
-        self.computation(max((name for name in names if name), key=self.length))
-
-    def length(self, name: str) -> float:
-        trial = _Walk(self.program, self.sizes, self.hardware)
-        trial.computation(name)
-        return trial.now
-
-    def finish(self) -> None:
-        for transfer in list(self.pending.values()):
-            self.wait(transfer)
-
-    def result(self) -> Simulation:
-        def part(name: str) -> dict:
-            found = {key: value for (kind, key), value in self.totals.items() if kind == name}
-            return dict(sorted(found.items(), key=lambda item: -item[1]))
-
-        kinds = part("kind")
-        return Simulation(
-            step_seconds=self.now,
-            compute_seconds=sum(kinds.values()),
-            kinds=kinds,
-            exposed_seconds=part("exposed"),
-            busy_seconds=part("busy"),
-            flops=self.totals["flops", ""],
-            unhidden=part("unhidden"),
-            events=tuple(self.events),
-        )
+def hosts(mesh: Mesh) -> np.ndarray:
+    """For each position of the mesh, the number of the host that its device is in."""
+    found: dict[tuple[int, int], int] = {}
+    return np.array([found.setdefault(host_of(device), len(found)) for device in mesh.devices.flat])

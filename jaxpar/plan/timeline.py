@@ -14,7 +14,7 @@ import zlib
 from collections.abc import Sequence
 from typing import Any
 
-from jaxpar.plan.simulate import COMPUTE, Event
+from jaxpar.plan.walk import COMPUTE, Event
 
 COLOURS = {
     "matmul": (66, 114, 196),

@@ -1,6 +1,6 @@
 """Arithmetic of a step: what the compiled program does beside what the model needs, so that recomputation and waste show as a ratio.
 
-    measure      compiled text -> Work: matmuls, attention kernels, custom calls by name
+    measure      compiled text -> Work: matmuls, attention, Pallas kernels by their grid, custom calls by name, large copies
     model_flops  the model's own count, all devices together
 
 Both count causal attention as half of the score matrix, and the backward of attention as two forwards: cuDNN computes scores again
@@ -11,25 +11,34 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from jaxpar.config import Config
 from jaxpar.models.decoder import Decoder
 from jaxpar.params import flatten
 from jaxpar.plan.hlo import Instruction, Program, executions, matmul_flops, parse
+from jaxpar.plan.kernels import Launch, launches, total_flops
+
+# A copy of this many bytes is worth a line.
+LARGE_COPY = 64 * 2**20
 
 
 @dataclass(frozen=True)
 class Work:
-    """FLOPs of one GPU in a step; `calls` says how often each custom call runs."""
+    """FLOPs of one GPU in a step. `calls` says how often each custom call runs, `launches` the grid of Pallas kernels, `copies` the bytes
+    of copies of LARGE_COPY or more, by JAX's name of what they copy."""
 
     matmul: int
     attention: int
+    kernels: int
     calls: dict[str, int]
+    launches: list[Launch]
+    copies: dict[str, int]
 
     @property
     def flops(self) -> int:
-        return self.matmul + self.attention
+        return self.matmul + self.attention + self.kernels
 
 
 def _target(instruction: Instruction) -> str:
@@ -49,22 +58,33 @@ def attention_flops(program: Program, instruction: Instruction) -> int:
     return full * (2 if "Backward" in target else 1) // (2 if causal else 1)
 
 
-def measure(text: str) -> Work:
-    """What one GPU computes. Triton kernels of matmuls are fusions with a `dot` inside and count as such."""
+def measure(text: str, kernels: Mapping[str, int] | None = None) -> Work:
+    """What one GPU computes. Triton kernels that XLA makes of matmuls are fusions with a `dot` inside and count as such; `kernels` says
+    what one launch of each Pallas kernel does (`kernels.kernel_flops`)."""
     program = parse(text)
-    found = executions(program, lambda each: float(each.opcode == "custom-call"))
     calls: Counter[str] = Counter()
     attention = 0
-    for each, count in found:
+    for each, count in executions(program, lambda each: float(each.opcode == "custom-call")):
         calls[_target(each)] += count
         attention += count * attention_flops(program, each)
-    return Work(matmul_flops(text), attention, dict(calls))
+    launched = launches(program)
+    copies: Counter[str] = Counter()
+    for each, count in executions(program, _copied):
+        copies[each.source] += count * round(_copied(each))
+    return Work(matmul_flops(text), attention, total_flops(launched, kernels or {}), dict(calls), launched, dict(copies))
+
+
+def _copied(each: Instruction) -> float:
+    """Bytes of a large copy within device memory; 0 for anything else."""
+    size = each.results[0].bytes if each.opcode in ("copy", "transpose") and each.results else 0
+    return float(size) if size >= LARGE_COPY else 0.0
 
 
 def model_flops(config: Config, causal: bool = True) -> int:
     """6 x matrix elements x tokens, and 12 x layers x heads x head width x (keys a query sees) x tokens, all devices together.
 
-    Keys: half of the sequence, or of a window what it holds; all of it where `causal` is not counted. The embedding is a lookup and counts nothing; the head does.
+    Keys: half of the sequence, or of a window what it holds; all of it where `causal` is not counted. The embedding is a lookup and counts
+    nothing; the head does.
     """
     model, tokens = config.model, config.train.batch * config.data.sequence
     specs = flatten(Decoder(model, model.vocabulary).specs)

@@ -138,7 +138,9 @@ def test_bad_input_is_one_line(arguments, message, capsys):
 
 def test_out_of_memory_is_a_verdict(h100):
     """A model that no GPU holds compiles, does not fit, and what helps most is found by compiling."""
-    config = configfile.load(FOLDER / "llama3_8b_h100x8.yaml", ["model.layers=2", "train.batch=1024", "train.accumulation=1", "train.zero=1"])
+    config = configfile.load(
+        FOLDER / "llama3_8b_h100x8.yaml", ["model.layers=2", "train.batch=1024", "train.accumulation=1", "train.zero=1"]
+    )
     compiled = compiling.compile_run(config, h100)
     report = compiling.report(compiled)
     assert not report["fits"]

@@ -38,6 +38,9 @@ def test_a_file_with_a_key_or_a_source_missing_is_refused(tmp_path):
     path.write_text(text.replace("gpus_per_node: 8\n", ""))
     with pytest.raises(ValueError, match="mine.yaml: needs the keys .*gpus_per_node missing"):
         hardware.load(str(path))
+    path.write_text(text.replace("launch: 8.4e-6", "launch: 8 us"))
+    with pytest.raises(ValueError, match=r"launch: '8 us' is not a number"):
+        hardware.load(str(path))
     path.write_text(text.replace("  kernel: estimate", "  kernels: estimate"))
     with pytest.raises(ValueError, match="sources: kernel without a source"):
         hardware.load(str(path))

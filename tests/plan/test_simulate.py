@@ -2,14 +2,18 @@
 
 import dataclasses
 import json
+import math
+import types
 import zlib
 
+import numpy as np
 import pytest
 
 from jaxpar.plan import costs, hardware, timeline
 from jaxpar.plan.hlo import parse
-from jaxpar.plan.simulate import LOOP, simulate
+from jaxpar.plan.simulate import simulate
 from jaxpar.plan.traffic import Collective
+from jaxpar.plan.walk import LOOP
 
 # A GPU of round numbers: 1e12 FLOP/s, 1e9 bytes/s of memory, 1e8 on either link, nothing lost, nothing to start.
 LINK = hardware.Link(bandwidth=1e8, fraction=1.0, latency=0.0)
@@ -17,7 +21,6 @@ GPU = dataclasses.replace(
     hardware.load("h100"),
     memory_bandwidth=1e9,
     peak_flops={"bfloat16": 1e12, "float32": 1e12},
-    gpus_per_node=4,
     node=LINK,
     network=LINK,
     launch=0.0,
@@ -26,14 +29,15 @@ GPU = dataclasses.replace(
 )
 
 
-class Shape:
-    """What the simulator reads of a mesh."""
+class Cluster:
+    """What the simulator reads of a mesh: sizes, and devices that know their host, `per_host` in each."""
 
-    def __init__(self, **sizes: int):
+    def __init__(self, per_host: int, **sizes: int):
         self.shape = sizes
+        self.devices = np.array([types.SimpleNamespace(process_index=n // per_host) for n in range(math.prod(sizes.values()))])
 
 
-MESH = Shape(data=2, tensor=4)
+MESH = Cluster(4, data=2, tensor=4)
 MB = 1_000_000
 TENSOR, DATA = "replica_groups={{0,1,2,3},{4,5,6,7}}", "replica_groups={{0,4},{1,5},{2,6},{3,7}}"
 
@@ -119,7 +123,7 @@ def test_links_work_at_the_same_time_and_each_in_order():
 def test_waiting_is_charged_to_what_the_link_carries():
     """The data axis inside a node shares NVLink: who waits for it waits first for the gather before it, over tensor."""
     lines = [P, gather("%s", "%p", TENSOR), gather("%t", "%p", DATA), done("%e", "%t", DATA), done("%d", "%s", TENSOR)]
-    found = simulate(module("\n".join([*lines, "ROOT %n = f32[250000]{0} negate(%p)"])), MESH, dataclasses.replace(GPU, gpus_per_node=8))
+    found = simulate(module("\n".join([*lines, "ROOT %n = f32[250000]{0} negate(%p)"])), Cluster(8, data=2, tensor=4), GPU)
     assert found.exposed_seconds == {("tensor",): pytest.approx(30e-3), ("data",): pytest.approx(10e-3)}
 
 
