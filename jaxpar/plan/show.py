@@ -7,7 +7,7 @@ from typing import Any
 
 from jaxpar.config import Config
 from jaxpar.mesh import TENSOR
-from jaxpar.plan import knobs
+from jaxpar.plan import knobs, work
 from jaxpar.plan.compile import Compiled
 from jaxpar.plan.report import table
 
@@ -124,7 +124,9 @@ def _work(config: Config, report: dict[str, Any]) -> str:
     for each in report["kernels"]:
         flops = f"{each['flops'] * each['count'] / 1e12:.3f} TFLOP" if each["flops"] else "no matmul"
         lines.append(f"kernel {each['name']}: {each['count']} launches of a grid of {' × '.join(map(str, each['grid']))}, {flops}")
-    lines += [f"copies of large arrays: {size / 1e9:.2f} GB of {source}" for source, size in report["copies"].items()]
+    if copies := report["copies"]:
+        most = ", ".join(f"{size / 1e9:.1f} of {what}" for what, size in list(copies.items())[:3])
+        lines.append(f"copies of {work.LARGE_COPY >> 20} MiB and more: {sum(copies.values()) / 1e9:.1f} GB in a step; the largest {most}")
     return "\n".join(lines)
 
 

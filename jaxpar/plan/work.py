@@ -27,7 +27,7 @@ LARGE_COPY = 64 * 2**20
 @dataclass(frozen=True)
 class Work:
     """FLOPs of one GPU in a step. `calls` says how often each custom call runs, `launches` the grid of Pallas kernels, `copies` the bytes
-    of copies of LARGE_COPY or more, by JAX's name of what they copy."""
+    of copies of LARGE_COPY or more, by array and JAX's name of it."""
 
     matmul: int
     attention: int
@@ -68,16 +68,24 @@ def measure(text: str, kernels: Mapping[str, int] | None = None) -> Work:
         calls[_target(each)] += count
         attention += count * attention_flops(program, each)
     launched = launches(program)
-    copies: Counter[str] = Counter()
-    for each, count in executions(program, _copied):
-        copies[each.source] += count * round(_copied(each))
-    return Work(matmul_flops(text), attention, total_flops(launched, kernels or {}), dict(calls), launched, dict(copies))
+    return Work(matmul_flops(text), attention, total_flops(launched, kernels or {}), dict(calls), launched, large_copies(program))
 
 
-def _copied(each: Instruction) -> float:
-    """Bytes of a large copy within device memory; 0 for anything else."""
-    size = each.results[0].bytes if each.opcode in ("copy", "transpose") and each.results else 0
-    return float(size) if size >= LARGE_COPY else 0.0
+def large_copies(program: Program) -> dict[str, int]:
+    """Bytes of copies and transposes of LARGE_COPY or more that are kernels of their own, by array and JAX's name, the largest first."""
+    fused = {each.attribute("calls") for c in program.computations.values() for each in c.instructions.values() if each.opcode == "fusion"}
+
+    def copied(each: Instruction) -> int:
+        size = each.results[0].bytes if each.opcode in ("copy", "transpose") and each.results else 0
+        return size if size >= LARGE_COPY and each.computation not in fused else 0
+
+    found: Counter[str] = Counter()
+    for each, count in executions(program, copied):
+        array, made = each.results[0], program.operands(each)[0]
+        zeros = "zeros " if "broadcast" in made.name else ""
+        named = "" if each.source == each.name else f" ({each.source})"
+        found[f"{zeros}{array.dtype}[{','.join(map(str, array.shape))}]{named}"] += count * copied(each)
+    return dict(found.most_common())
 
 
 def model_flops(config: Config, causal: bool = True) -> int:
