@@ -40,16 +40,11 @@ def kept_bytes(config: Config) -> int:
 def working_bytes(config: Config) -> int:
     """Activations alive while one layer is computed again and differentiated: its inputs and outputs and their gradients, two of width D
     between blocks and four inside, queries, keys, values, attention's output and their gradients, and four of the MLP's width (gate, up,
-    their product, one gradient)."""
+    their product, one gradient). Interleaved parts are in work at the same time, so it is the whole batch whatever their number."""
     model, t, (b, s) = config.model, config.mesh.tensor, formulas.microbatch(config)
-    size = jnp.dtype(config.train.compute_dtype).itemsize
-    heads = (2 * model.heads + 2 * max(model.kv_heads, t)) // t
-    part = b * s // config.train.interleave
-    return (
-        size
-        * part
-        * (2 * model.width // formulas.token_shards(config) + 2 * model.width + heads * model.head_width + 4 * model.mlp_width // t)
-    )
+    heads = (2 * model.heads + 2 * max(model.kv_heads, t)) // t * model.head_width
+    widths = 2 * model.width // formulas.token_shards(config) + 2 * model.width + heads + 4 * model.mlp_width // t
+    return jnp.dtype(config.train.compute_dtype).itemsize * b * s * widths
 
 
 def predicted_peak(config: Config) -> int:

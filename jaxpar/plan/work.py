@@ -20,6 +20,7 @@ from jaxpar.params import flatten
 from jaxpar.plan.hlo import Instruction, Program, executions, matmul_flops, parse
 from jaxpar.plan.kernels import Launch, launches, total_flops
 
+MOVES = {"copy", "transpose"}
 # A copy of this many bytes is worth a line.
 LARGE_COPY = 64 * 2**20
 
@@ -72,20 +73,29 @@ def measure(text: str, kernels: Mapping[str, int] | None = None) -> Work:
 
 
 def large_copies(program: Program) -> dict[str, int]:
-    """Bytes of copies and transposes of LARGE_COPY or more that are kernels of their own, by array and JAX's name, the largest first."""
+    """Bytes of copies and transposes of LARGE_COPY or more, kernels of their own, by array and JAX's name, the largest first."""
     fused = {each.attribute("calls") for c in program.computations.values() for each in c.instructions.values() if each.opcode == "fusion"}
 
     def copied(each: Instruction) -> int:
-        size = each.results[0].bytes if each.opcode in ("copy", "transpose") and each.results else 0
-        return size if size >= LARGE_COPY and each.computation not in fused else 0
+        size = each.results[0].bytes if each.results else 0
+        return size if size >= LARGE_COPY and each.computation not in fused and _only_copies(program, each) else 0
 
     found: Counter[str] = Counter()
     for each, count in executions(program, copied):
         array, made = each.results[0], program.operands(each)[0]
         zeros = "zeros " if "broadcast" in made.name else ""
-        named = "" if each.source == each.name else f" ({each.source})"
+        named = f" ({each.source})" if "/" in each.source else ""
         found[f"{zeros}{array.dtype}[{','.join(map(str, array.shape))}]{named}"] += count * copied(each)
     return dict(found.most_common())
+
+
+def _only_copies(program: Program, each: Instruction) -> bool:
+    """A copy or transpose, or a fusion of nothing else."""
+    if each.opcode != "fusion":
+        return each.opcode in MOVES
+    inner = program.computations[each.attribute("calls") or ""].instructions.values()
+    opcodes = {one.opcode for one in inner} - {"parameter", "bitcast"}
+    return bool(opcodes) and opcodes <= MOVES
 
 
 def model_flops(config: Config, causal: bool = True) -> int:
