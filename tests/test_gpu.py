@@ -1,5 +1,6 @@
 """Compiler options for GPUs: every flag has its reason, a run file overrides, and what is wrong is one line."""
 
+import jax
 import pytest
 
 from jaxpar import cli, configfile, gpu
@@ -49,3 +50,12 @@ def test_what_cannot_shard_is_refused_before_compiling(sets, message, tmp_path, 
     monkeypatch.setattr(compiling, "plugin_present", lambda: False)
     assert cli.main(["compile", str(run), *(part for override in sets for part in ("--set", override))]) == 2
     assert capsys.readouterr().err.startswith(f"jaxpar: error: {message}")
+
+
+def test_the_installed_xla_knows_every_flag():
+    """Options of GPUs are XLA's whatever it compiles for; those of a GPU program are tried in tests/plan/test_gpu_traffic.py."""
+    lowered = jax.jit(lambda a: a + 1).lower(jax.ShapeDtypeStruct((2,), "float32"))
+    for name, value in {**gpu.compiler_options(GpuConfig()), **gpu.WITHOUT_GPU}.items():
+        assert lowered.compile(compiler_options={name: value}), name
+    with pytest.raises(jax.errors.JaxRuntimeError, match="No such compile option"):  # negative control
+        lowered.compile(compiler_options={"xla_gpu_no_such_flag": True})
