@@ -51,6 +51,7 @@ class Weight:
     split     ZeRO splits it over the replicas
     on_tensor `tensor` splits it
     columns   the embedding's table where its rows travel instead of it (ZeRO-3)
+    role      of its record in `params.py`
     """
 
     name: str
@@ -60,6 +61,7 @@ class Weight:
     split: bool
     on_tensor: bool
     columns: bool
+    role: str
 
     @property
     def elements(self) -> int:
@@ -102,6 +104,7 @@ def weights(config: Config) -> list[Weight]:
                 split=config.train.zero > 0 and n > 1 and any(size % n == 0 for size in shape),
                 on_tensor=t > 1 and cut,
                 columns=rows_travel and name == "embedding/table" and math.prod(microbatch(config)) // token_shards(config) <= shape[0],
+                role=spec.role,
             )
         )
     return found
@@ -230,11 +233,16 @@ def _norm(config: Config) -> list[Collective]:
 
 
 def state_bytes(config: Config) -> int:
-    """Masters and the optimizer's state on one device, exact for adamw (two moments), lion and sgd (one), and four counters."""
-    moments = {"adamw": 2, "lion": 1, "sgd": 1}[config.optimizer.name]
-    elements = sum(weight.total // (replicas(config) if weight.split else 1) for weight in weights(config))
-    counters = {"adamw": 4, "lion": 4, "sgd": 3}[config.optimizer.name]  # step, skipped, the rule's if it counts, the schedule's
-    return (1 + moments) * elements * _itemsize(config.train.master_dtype) + 4 * counters
+    """Masters and the optimizer's state on one device, exact for adamw (two moments), lion and sgd (one), and four counters. muon has one
+    moment for matrices and adamw's two for the rest; adafactor keeps sums of rows and columns, which are left out."""
+    moments = {"adamw": 2, "lion": 1, "sgd": 1, "muon": 2, "adafactor": 0}[config.optimizer.name]
+    matrices = 1 if config.optimizer.name == "muon" else moments
+    counters = {"lion": 4, "adamw": 4, "sgd": 3}.get(config.optimizer.name, 0)  # step, skipped, the rule's if it counts, the schedule's
+    elements = 0
+    for weight in weights(config):
+        copies = 1 + (matrices if weight.role == "matrix" else moments)
+        elements += copies * (weight.total // (replicas(config) if weight.split else 1))
+    return elements * _itemsize(config.train.master_dtype) + 4 * counters
 
 
 def batch_bytes(config: Config) -> int:
