@@ -59,7 +59,7 @@ test-all: venv
 # The plugin is half a gigabyte of wheels: an environment of its own. CPU is the platform, whatever the machine has.
 test-gpu-compile:
 	$(MAKE) venv VENV=.venvgpu CONSTRAINTS=constraints-cuda.txt EXTRA=test,cuda
-	JAX_PLATFORMS=cpu .venvgpu/bin/python -m pytest -q -p no:xdist -m gpu_compile tests
+	JAX_PLATFORMS=cpu .venvgpu/bin/python -m pytest -q -n $(WORKERS) --dist loadfile -m gpu_compile tests/plan
 
 bench: venv
 	$(BIN)/python scripts/bench.py

@@ -1,5 +1,7 @@
 """Compiler options for GPUs: every flag has its reason, a run file overrides, and what is wrong is one line."""
 
+from pathlib import Path
+
 import jax
 import pytest
 
@@ -59,3 +61,13 @@ def test_the_installed_xla_knows_every_flag():
         assert lowered.compile(compiler_options={name: value}), name
     with pytest.raises(jax.errors.JaxRuntimeError, match="No such compile option"):  # negative control
         lowered.compile(compiler_options={"xla_gpu_no_such_flag": True})
+
+
+def test_the_environment_of_gpu_tests_is_the_default_one_and_the_plugin():
+    root = Path(__file__).parent.parent
+    plain, cuda = (
+        {line for line in (root / name).read_text().splitlines() if "==" in line} for name in ("constraints.txt", "constraints-cuda.txt")
+    )
+    assert plain <= cuda and all(line.startswith(("jax-cuda13", "nvidia-")) for line in cuda - plain)
+    (jax_version,) = [line for line in plain if line.startswith("jax==")]
+    assert jax_version.replace("jax==", "jax-cuda13-plugin==") in cuda

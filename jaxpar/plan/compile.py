@@ -11,6 +11,7 @@ The plugin (`pip install "jax[cuda13]"`) compiles with no GPU present.
 from __future__ import annotations
 
 import importlib.util
+import math
 import tempfile
 import time
 from collections.abc import Sequence
@@ -74,10 +75,10 @@ def devices(hardware: Hardware, nodes: int, gpus_per_node: int) -> Sequence[Any]
 
 
 def cluster(config: Config, hardware: Hardware, nodes: int | None, gpus_per_node: int | None) -> tuple[int, int]:
-    """(nodes, GPUs a node): as given, else as many as the mesh needs, whole hosts first."""
+    """(nodes, GPUs a node): as given, else as many as the mesh needs, hosts as full as their number allows."""
     total = config.mesh.devices
     if gpus_per_node is None:
-        gpus_per_node = total // nodes if nodes and total % nodes == 0 else min(hardware.gpus_per_node, total)
+        gpus_per_node = total // nodes if nodes and total % nodes == 0 else math.gcd(hardware.gpus_per_node, total)
     for name, value in (("--nodes", nodes), ("--gpus-per-node", gpus_per_node)):
         if value is not None and value < 1:
             raise ValueError(f"{name}: {value} must be at least 1")

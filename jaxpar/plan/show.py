@@ -45,9 +45,7 @@ def _memory(config: Config, report: dict[str, Any]) -> str:
         activations_line(config, memory),
     ]
     if memory["attention_workspace"]:
-        lines.append(
-            f"not in the peak, for XLA does not know it: {gib(memory['attention_workspace'])} that cuDNN's attention backward takes"
-        )
+        lines.append(f"not in the peak, for XLA does not see it: {gib(memory['attention_workspace'])} of workspace for cuDNN's backward")
     return "\n".join(lines)
 
 

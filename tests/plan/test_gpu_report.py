@@ -1,6 +1,7 @@
 """`jaxpar compile`: runs of real size, the command and its files, what a user gets wrong, and a run that does not fit."""
 
 import json
+import os
 import time
 
 import pytest
@@ -30,15 +31,20 @@ def test_runs_of_real_size_fit_and_are_predicted(run):
     )
 
 
+def processor_seconds():
+    """Of this process and of those that it started (ptxas), on all cores together."""
+    return sum(os.times()[:4])
+
+
 @pytest.fixture(scope="module")
 def command(tmp_path_factory):
-    """(report, folder, seconds of the processor) of the command on the 8B run, with every file that it writes."""
+    """(report, folder, seconds) of the command on the 8B run, with every file that it writes."""
     folder = tmp_path_factory.mktemp("report")
     files = [part for kind in ("json", "hlo", "trace", "png") for part in (f"--{kind}", str(folder / kind))]
-    clock, processor = time.perf_counter(), time.process_time()
+    clock, processor = time.perf_counter(), processor_seconds()
     with gpu.jax.enable_x64(False):
         assert cli.main(["compile", str(FOLDER / "llama3_8b_h100x64.yaml"), *files]) == 0
-    seconds = min(time.perf_counter() - clock, time.process_time() - processor)  # other work beside the tests is not the report's
+    seconds = min(time.perf_counter() - clock, processor_seconds() - processor)  # other work beside the tests is not the report's
     return json.loads((folder / "json").read_text()), folder, seconds
 
 
@@ -93,7 +99,7 @@ def test_the_report_as_text():
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_bad_input_is_one_line(arguments, message, capsys):
-    assert cli.main(["compile", str(FOLDER / "llama3_8b_h100x8.yaml"), "--set", "model.layers=1", *arguments]) == 2
+    assert cli.main(["compile", str(FOLDER / "llama3_8b_h100x8.yaml"), "--set", "model.layers=2", *arguments]) == 2
     err = capsys.readouterr().err
     assert err.startswith(f"jaxpar: error: {message}") and err.count("\n") == 1, err
 
