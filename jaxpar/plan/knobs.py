@@ -50,9 +50,9 @@ def _label(values: Mapping[str, Any]) -> str:
 def lighter(config: Config) -> dict[str, Config]:
     """One knob each: less kept for the backward, more sharded, smaller microbatches, a smaller chunk of the loss, narrower gradients; and
     last all that ZeRO, accumulation and recomputation can do together."""
-    train, changes = config.train, []
+    train = config.train
     policies = REMAT[REMAT.index(train.remat) + 1 :]
-    changes += [{"remat": policy} for policy in dict.fromkeys((*policies[:1], *policies[-1:]))]
+    changes: list[dict[str, Any]] = [{"remat": policy} for policy in dict.fromkeys((*policies[:1], *policies[-1:]))]
     if train.zero < 3 and config.mesh.data > 1:
         changes.append({"zero": 3})
     local = train.batch // (config.mesh.data * config.mesh.expert * train.interleave)
@@ -66,7 +66,7 @@ def lighter(config: Config) -> dict[str, Config]:
         changes.append({"reduce_dtype": "bfloat16"})
     if config.mesh.tensor > 1 and not train.sequence_parallel:
         changes.append({"sequence_parallel": True})
-    most = {"zero": 3, "accumulation": finer[-1] if finer else train.accumulation, "remat": REMAT[-1]}
+    most: dict[str, Any] = {"zero": 3, "accumulation": finer[-1] if finer else train.accumulation, "remat": REMAT[-1]}
     most = {name: value for name, value in most.items() if value != getattr(train, name)}
     if len(most) > 1:
         changes.append(most)
@@ -75,7 +75,8 @@ def lighter(config: Config) -> dict[str, Config]:
 
 def faster(config: Config) -> dict[str, Config]:
     """One knob each: two parts that hide each other's collectives, less computed again, fewer and larger microbatches."""
-    train, changes = config.train, []
+    train = config.train
+    changes: list[dict[str, Any]] = []
     if train.interleave == 1 and config.mesh.tensor > 1:
         changes.append({"interleave": 2})
     elif train.interleave > 1:

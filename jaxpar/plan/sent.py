@@ -26,7 +26,8 @@ def compare(text: str, mesh: Mesh, expected: Iterable[Collective]) -> tuple[list
     """Rows {axis, kind, asynchronous, count, bytes, expected_bytes}, bytes sent by one GPU over a ring, and the unexpected ones
     {axis, kind, count, bytes, source}: kinds and axes that the formulas do not have at all, and what exceeds them by more than a
     millionth. `asynchronous` is true where most of the bytes are."""
-    found, wanted = collectives(text, mesh), defaultdict(float)
+    found = collectives(text, mesh)
+    wanted: dict[tuple[tuple[str, ...], str], float] = defaultdict(float)
     for each in expected:
         wanted[each.axes, each.kind] += each.bytes
     groups: dict[tuple[tuple[str, ...], str], list[Collective]] = defaultdict(list)
