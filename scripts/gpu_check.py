@@ -64,9 +64,9 @@ def config_of(model: dict[str, Any], sequence: int, batch: int, remat: str) -> C
 
 
 def described(device: Any) -> hardware.Hardware | None:
-    """The file of configs/hardware for this GPU, by NVIDIA's name for it."""
+    """The file of configs/hardware for this GPU, by NVIDIA's name for it, which may be the beginning of the file's."""
     known = [hardware.load(path.stem) for path in hardware.FOLDER.glob("*.yaml")]
-    return next((each for each in known if each.description == device.device_kind), None)
+    return next((each for each in known if f"{each.description} ".startswith(f"{device.device_kind} ")), None)
 
 
 def random_batch(training: Training) -> dict[str, jax.Array]:

@@ -55,5 +55,7 @@ def test_a_gpu_is_known_by_its_name():
         device_kind = "NVIDIA H100 80GB HBM3"
 
     assert gpu_check.described(Device()) == hardware.load("h100")
-    Device.device_kind = "another"
+    Device.device_kind = "NVIDIA H200"
+    assert gpu_check.described(Device()) == hardware.load("h200")
+    Device.device_kind = "NVIDIA H"
     assert gpu_check.described(Device()) is None
