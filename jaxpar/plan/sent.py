@@ -47,24 +47,26 @@ def compare(text: str, mesh: Mesh, expected: Iterable[Collective]) -> tuple[list
                 "expected_bytes": round(wanted[axes, kind]),
             }
         )
-    where = sources(text)
-    unexpected = []
+    return rows, _unexpected(groups, wanted, sources(text))
+
+
+def _unexpected(groups: dict[tuple[tuple[str, ...], str], list[Collective]], wanted: dict[Any, float], where: dict[str, str]) -> list[Row]:
+    """What exceeds `wanted`: all of a kind and axes that the formulas do not have, added up by source; else the excess, at the source that
+    sends most."""
+    found = []
     for (axes, kind), group in groups.items():
-        total = sum(each.bytes for each in group)
-        if total > wanted[axes, kind] * (1 + 1e-6):
-            excess = not wanted[axes, kind]
-            largest = sorted(group, key=lambda each: -each.bytes)
-            unexpected += [
-                {
-                    "axis": _axis(axes),
-                    "kind": kind,
-                    "count": each.count,
-                    "bytes": round(each.bytes if excess else total - wanted[axes, kind]),
-                    "source": where.get(each.source, each.source),
-                }
-                for each in (largest if excess else largest[:1])
-            ]
-    return rows, unexpected
+        total, formula = sum(each.bytes for each in group), wanted.get((axes, kind), 0.0)
+        if total <= formula * (1 + 1e-6):
+            continue
+        places: dict[str, list[Collective]] = defaultdict(list)
+        for each in group:
+            places[where.get(each.source, each.source)].append(each)
+        ordered = sorted(places.items(), key=lambda item: -sum(each.bytes for each in item[1]))
+        for source, here in ordered[: 1 if formula else None]:
+            size = total - formula if formula else sum(each.bytes for each in here)
+            count = sum(each.count for each in here)
+            found.append({"axis": _axis(axes), "kind": kind, "count": count, "bytes": round(size), "source": source})
+    return found
 
 
 def sources(text: str) -> dict[str, str]:
@@ -90,4 +92,7 @@ def _table(text: str, name: str) -> str:
 
 def _short(path: str) -> str:
     """From the package on."""
-    return path[path.rindex("jaxpar/") :] if "jaxpar/" in path else path
+    for start in ("site-packages/", "jaxpar/"):
+        if start in path:
+            path = path[path.rindex(start) :].removeprefix("site-packages/")
+    return path

@@ -11,7 +11,7 @@ from jaxpar.plan import knobs, work
 from jaxpar.plan.compile import Compiled
 from jaxpar.plan.report import table
 
-GIB = 2**30
+GIB, MIB = 2**30, 2**20
 # Waiting for `tensor` longer than this part of a step is worth a recommendation.
 EXPOSED = 0.1
 
@@ -37,6 +37,8 @@ def text(compiled: Compiled, report: dict[str, Any], tried: Sequence[knobs.Alter
 
 def _memory(config: Config, report: dict[str, Any]) -> str:
     memory = report["memory"]
+    if memory["peak"] < GIB:
+        return f"\nMemory of one GPU at its fullest: {memory['peak'] / MIB:.1f} MiB, predicted {memory['predicted_peak'] / MIB:.1f}"
     sums = ("arguments", "outputs", "aliased", "temporaries", "predicted_peak", "peak")
     lines = [
         table("Memory of one GPU at its fullest, GiB", ("part", "GiB"), [(name, gib(size)) for name, size in memory["parts"].items()]),
@@ -115,9 +117,10 @@ def _traffic(report: dict[str, Any]) -> str:
 def _work(config: Config, report: dict[str, Any]) -> str:
     program, model = report["flops"]["program"], report["flops"]["model"]
     calls = ", ".join(f"{name} × {count}" for name, count in sorted(report["custom_calls"].items())) or "none"
+    unit, name = (1e12, "TFLOP") if model > 1e11 else (1e9, "GFLOP")
     lines = [
-        f"\nWork of one GPU: {program / 1e12:.1f} TFLOP in matmuls and attention, {program / model:.3f} of the model's "
-        f"{model / 1e12:.1f} (remat {config.train.remat}); custom calls: {calls}"
+        f"\nWork of one GPU: {program / unit:.1f} {name} in matmuls and attention, {program / model:.3f} of the model's "
+        f"{model / unit:.1f} (remat {config.train.remat}); custom calls: {calls}"
     ]
     for each in report["kernels"]:
         flops = f"{each['flops'] * each['count'] / 1e12:.3f} TFLOP" if each["flops"] else "no matmul"
