@@ -17,7 +17,8 @@ from typing import Any
 
 from jax.extend import core
 
-from jaxpar.plan.hlo import Instruction, Program, executions
+from jaxpar.plan.hlo import Instruction, Program
+from jaxpar.plan.loops import executions
 from jaxpar.plan.trace import bodies
 
 TARGET = "__gpu$xla.gpu.triton"

@@ -18,7 +18,8 @@ import jax.numpy as jnp
 from jaxpar.config import Config
 from jaxpar.plan import formulas, peak
 from jaxpar.plan.buffers import Alive, origin
-from jaxpar.plan.hlo import executions, parse
+from jaxpar.plan.hlo import parse
+from jaxpar.plan.loops import executions
 from jaxpar.train.step import Training
 
 # Buffers below this are `rest`.

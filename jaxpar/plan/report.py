@@ -21,7 +21,7 @@ from jaxpar.parallel import zero
 from jaxpar.parallel.split import Facts
 from jaxpar.params import Tree
 from jaxpar.plan import formulas
-from jaxpar.plan.hlo import matmul_flops
+from jaxpar.plan.loops import matmul_flops
 from jaxpar.plan.traffic import Collective, collectives, summary
 from jaxpar.train.gradients import BATCH_SPECS
 from jaxpar.train.step import Training

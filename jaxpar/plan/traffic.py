@@ -21,7 +21,8 @@ from dataclasses import dataclass
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxpar.plan.hlo import Array, Instruction, Program, executions, parse
+from jaxpar.plan.hlo import Array, Instruction, Program, parse
+from jaxpar.plan.loops import executions
 
 KINDS = {
     "all-reduce": "all_reduce",

@@ -12,7 +12,8 @@ import numpy as np
 
 from jaxpar.plan import costs
 from jaxpar.plan.hardware import Hardware
-from jaxpar.plan.hlo import Instruction, Program, trip_count
+from jaxpar.plan.hlo import Instruction, Program
+from jaxpar.plan.loops import trip_count
 from jaxpar.plan.traffic import axes_of, groups_of, kind_of, recorded
 
 Axes = tuple[str, ...]

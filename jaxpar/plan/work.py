@@ -17,8 +17,9 @@ from dataclasses import dataclass
 from jaxpar.config import Config
 from jaxpar.models.decoder import Decoder
 from jaxpar.params import flatten
-from jaxpar.plan.hlo import Instruction, Program, executions, matmul_flops, parse
+from jaxpar.plan.hlo import Instruction, Program, parse
 from jaxpar.plan.kernels import Launch, launches, total_flops
+from jaxpar.plan.loops import executions, matmul_flops
 
 MOVES = {"copy", "transpose"}
 # A copy of this many bytes is worth a line.
