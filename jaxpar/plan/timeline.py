@@ -55,14 +55,19 @@ def chrome_trace(events: Sequence[Event]) -> dict[str, Any]:
 
 
 def layer(events: Sequence[Event]) -> list[Event]:
-    """The last walked iteration of the loop that takes longest: the backward of one layer. All events where no loop was repeated."""
+    """The last walked iteration of the innermost loop that takes longest: the backward of one layer. All events where no loop was
+    repeated."""
     repeats = [event for event in events if event.kind == "repeat"]
-    if not repeats:
+
+    def begin(repeat: Event) -> float:
+        """When the iteration before the repeated ones began."""
+        return repeat.start - (repeat.end - repeat.start) / int(repeat.name.split()[0])
+
+    innermost = [each for each in repeats if not any(begin(each) <= other.start < each.start for other in repeats if other is not each)]
+    if not innermost:
         return list(events)
-    longest = max(repeats, key=lambda event: event.end - event.start)
-    once = (longest.end - longest.start) / int(longest.name.split()[0])
-    begin = longest.start - once
-    return [event for event in events if event.kind != "repeat" and event.end > begin and event.start < longest.start]
+    longest = max(innermost, key=lambda event: event.end - event.start)
+    return [event for event in events if event.kind != "repeat" and event.end > begin(longest) and event.start < longest.start]
 
 
 def picture(events: Sequence[Event]) -> bytes:

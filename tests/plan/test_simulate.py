@@ -267,6 +267,15 @@ def test_trace_and_picture():
     assert bytes(timeline.COLOURS["wait"]) in data
 
 
+def test_the_picture_is_of_the_innermost_loop():
+    """Layers within microbatches: an iteration of the outer loop holds repeated ones and takes longer."""
+    inner = body("inner", gather("%s", "%x"), "%y = f32[250000]{0} negate(%x)", done("%d", "%s"))
+    loop = LOOPS.replace("ROOT %r", "%y").replace("%i =", "%i2 =").replace("(%i,", "(%i2,").replace("%p", "%x").replace("%t", "%t2")
+    outer = body("outer", *loop.format(body="inner", trips=7).splitlines())
+    once = timeline.layer(times(f"{P}\n{LOOPS.format(body='outer', trips=5)}", COND, inner, outer).events)
+    assert {e.kind for e in once} == {"memory", "all_gather", "wait"} and max(e.end for e in once) - min(e.start for e in once) < 0.031
+
+
 def test_large_square_matmuls_are_efficient_and_skinny_ones_are_not(monkeypatch):
     monkeypatch.undo()
     large, skinny, few = (costs.shape_efficiency((1, *shape), 132) for shape in ((32768, 4096, 4096), (32768, 32, 4096), (64, 64, 4096)))
