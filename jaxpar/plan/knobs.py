@@ -30,63 +30,74 @@ class Alternative:
     step_seconds: float
 
 
-def _changed(config: Config, changes: Mapping[str, Mapping[str, Any]]) -> dict[str, Config]:
-    """Those of the changes to `train` that make a run."""
+Change = dict[str, Any]  # such as {"train.remat": "block"}
+
+
+def _changed(config: Config, changes: list[Change]) -> dict[str, Config]:
+    """Those of the changes that make a run, by their label."""
     found = {}
-    for label, values in changes.items():
+    for change in changes:
+        other = config
         try:
-            other = dataclasses.replace(config, train=dataclasses.replace(config.train, **values))
+            for name, value in change.items():
+                section, field = name.split(".")
+                other = dataclasses.replace(other, **{section: dataclasses.replace(getattr(other, section), **{field: value})})
             rules.check_run(other, config.mesh.devices)
         except ValueError:
             continue
-        found[label] = other
+        found[" ".join(f"{name}={str(value).lower()}" for name, value in change.items())] = other
     return found
 
 
-def _label(values: Mapping[str, Any]) -> str:
-    return " ".join(f"train.{name}={str(value).lower()}" for name, value in values.items())
+def _finer(config: Config) -> list[int]:
+    """Larger numbers of microbatches that the batch allows."""
+    train, mesh = config.train, config.mesh
+    local = train.batch // (mesh.data * mesh.expert * train.interleave)
+    return [n for n in range(train.accumulation + 1, local + 1) if local % n == 0]
 
 
 def lighter(config: Config) -> dict[str, Config]:
     """One knob each: less kept for the backward, more sharded, smaller microbatches, a smaller chunk of the loss, narrower gradients; and
     last all that ZeRO, accumulation and recomputation can do together."""
-    train = config.train
+    train, mesh = config.train, config.mesh
     policies = REMAT[REMAT.index(train.remat) + 1 :]
-    changes: list[dict[str, Any]] = [{"remat": policy} for policy in dict.fromkeys((*policies[:1], *policies[-1:]))]
-    if train.zero < 3 and config.mesh.data > 1:
-        changes.append({"zero": 3})
-    local = train.batch // (config.mesh.data * config.mesh.expert * train.interleave)
-    finer = [n for n in range(train.accumulation + 1, local + 1) if local % n == 0]
-    changes += [{"accumulation": n} for n in finer[:1]]
+    changes: list[Change] = [{"train.remat": policy} for policy in dict.fromkeys((*policies[:1], *policies[-1:]))]
+    if train.zero < 3 and mesh.data > 1:
+        changes.append({"train.zero": 3})
+    finer = _finer(config)
+    changes += [{"train.accumulation": n} for n in finer[:1]]
     if finer and train.interleave > 1:
-        changes.append({"interleave": 1, "accumulation": train.accumulation * train.interleave})
+        changes.append({"train.interleave": 1, "train.accumulation": train.accumulation * train.interleave})
     if train.loss_chunk > 512:
-        changes.append({"loss_chunk": train.loss_chunk // 2})
+        changes.append({"train.loss_chunk": train.loss_chunk // 2})
     if train.reduce_dtype == "float32" and train.compute_dtype == "bfloat16":
-        changes.append({"reduce_dtype": "bfloat16"})
-    if config.mesh.tensor > 1 and not train.sequence_parallel:
-        changes.append({"sequence_parallel": True})
-    most: dict[str, Any] = {"zero": 3, "accumulation": finer[-1] if finer else train.accumulation, "remat": REMAT[-1]}
-    most = {name: value for name, value in most.items() if value != getattr(train, name)}
-    if len(most) > 1:
-        changes.append(most)
-    return _changed(config, {_label(values): values for values in changes})
+        changes.append({"train.reduce_dtype": "bfloat16"})
+    if mesh.tensor > 1 and not train.sequence_parallel:
+        changes.append({"train.sequence_parallel": True})
+    most: Change = {"zero": 3, "accumulation": finer[-1] if finer else train.accumulation, "remat": REMAT[-1]}
+    most = {f"train.{name}": value for name, value in most.items() if value != getattr(train, name)}
+    return _changed(config, [*changes, most] if len(most) > 1 else changes)
 
 
 def faster(config: Config) -> dict[str, Config]:
-    """One knob each: two parts that hide each other's collectives, less computed again, fewer and larger microbatches."""
-    train = config.train
-    changes: list[dict[str, Any]] = []
-    if train.interleave == 1 and config.mesh.tensor > 1:
-        changes.append({"interleave": 2})
+    """One knob each: parts that hide each other's collectives or none, less computed again, fewer and larger microbatches, half as many
+    devices in a tensor group."""
+    train, mesh = config.train, config.mesh
+    changes: list[Change] = []
+    if train.interleave == 1 and mesh.tensor > 1:
+        changes.append({"train.interleave": 2})
     elif train.interleave > 1:
-        changes.append({"interleave": 1})
+        changes.append({"train.interleave": 1})
     if (place := REMAT.index(train.remat)) > 0:
-        changes.append({"remat": REMAT[place - 1]})
+        changes.append({"train.remat": REMAT[place - 1]})
     if train.accumulation > 1 and train.zero > 1:
-        fewer = max(n for n in range(1, train.accumulation) if train.accumulation % n == 0)
-        changes.append({"accumulation": fewer})
-    return _changed(config, {_label(values): values for values in changes})
+        changes.append({"train.accumulation": max(n for n in range(1, train.accumulation) if train.accumulation % n == 0)})
+    if mesh.tensor % 2 == 0:
+        halved: Change = {"mesh.data": 2 * mesh.data, "mesh.tensor": mesh.tensor // 2}
+        changes.append(halved)
+        if train.accumulation % 2 == 0:  # as many tokens a microbatch and device
+            changes.append({**halved, "train.accumulation": train.accumulation // 2})
+    return _changed(config, changes)
 
 
 def compare(changes: Mapping[str, Config], hardware: Hardware, nodes: int | None, gpus_per_node: int | None) -> list[Alternative]:

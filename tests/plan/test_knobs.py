@@ -35,9 +35,16 @@ def test_what_is_set_already_is_not_tried_again():
 
 
 def test_speed_knobs():
-    assert list(knobs.faster(config())) == ["train.interleave=2", "train.remat=none"]
-    assert "train.interleave=2" not in knobs.faster(config(tensor=1)), "nothing to hide"
-    assert list(knobs.faster(config(zero=3, accumulation=4, interleave=2, remat="none"))) == ["train.interleave=1", "train.accumulation=2"]
+    assert list(knobs.faster(config())) == ["train.interleave=2", "train.remat=none", "mesh.data=4 mesh.tensor=1"]
+    assert list(knobs.faster(config(tensor=1))) == ["train.remat=none"], "nothing to hide"
+    changes = knobs.faster(config(zero=3, accumulation=4, interleave=2, remat="none", batch=32))
+    assert list(changes) == [
+        "train.interleave=1",
+        "train.accumulation=2",
+        "mesh.data=4 mesh.tensor=1",
+        "mesh.data=4 mesh.tensor=1 train.accumulation=2",
+    ]
+    assert changes["mesh.data=4 mesh.tensor=1"].mesh.devices == 4
 
 
 def alternative(change, need, fits, seconds):
