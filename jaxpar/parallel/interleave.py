@@ -22,7 +22,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from jaxpar.parallel.collectives import barrier
-from jaxpar.parallel.dependence import needed
+from jaxpar.parallel.dependence import reached, upstream
 from jaxpar.parallel.flatten import run
 from jaxpar.parallel.operations import Atom, Op, Value, made, matmul_flops, values_of
 
@@ -57,28 +57,46 @@ def stages(chain: Sequence[Op]) -> dict[Op, int]:
     return {op: stage - first for op, stage in found.items()}
 
 
-def run_together(
-    ops: Sequence[Op], envs: Sequence[Env], results: Iterable[Atom], entering: set[Value], due: Sequence[Any] = ()
-) -> Sequence[Any]:
+def run_together(ops: Sequence[Op], envs: Sequence[Env], results: Iterable[Atom], entering: set[Value], due: Any = None) -> Any:
     """Evaluate `ops` in every environment, those that `results` need in the order of their stages. `entering`: the activations and
     gradients that come in. All inputs of `ops` are in the environments; so are all outputs afterwards.
 
-    `due` are values from outside, the same for all parts, that have arrived when half of the program is done. They are returned.
+    `due`, a tree of values from outside such as the next layer's weights, comes back as it was, tied to a single part (`_run_alone`).
     """
-    if len(envs) == 1 and not due:
-        run(ops, envs[0])
-        return due
-    together = _Together(ops, needed(ops, results)[0], entering, due)
+    if len(envs) == 1:
+        return _run_alone(ops, envs[0], results, entering, due)
+    together = _Together(upstream(ops, results), entering)
     before: _Part | None = None
     parts = [_Part(env, place == 0) for place, env in enumerate(envs)]
     for number in range(together.length):
         for part in parts:
             together.run_stage(part, number, before)
-            before = part if len(parts) > 1 else None
+            before = part
     together.finish(parts)
     for part in parts:
         run([op for op in ops if op not in part.done], part.env)
-    return together.due
+    return due
+
+
+def _run_alone(ops: Sequence[Op], env: Env, results: Iterable[Atom], entering: set[Value], due: Any) -> Any:
+    """Evaluate `ops` for a batch in one part. `due` has arrived when the last matmul that `results` need begins.
+
+    Where a layer sends activations of its own, XLA would put both transfers beside each other at the layer's end, with no matmul behind
+    either. Where it sends none, nothing is tied: weights may take as long as the layer.
+    """
+    chain = upstream(ops, results)
+    last = next((op for op in reversed(chain) if flops(op)), None)
+    if due is None or last is None or not any(op.name in EXCHANGES for op in chain):
+        run(ops, env)
+        return due
+    first = upstream(ops, last.inputs)
+    run(first, env)
+    inputs = [v for v in env if v in values_of(last.inputs) & reached(first, entering)]
+    due, values = barrier((due, [env[v] for v in inputs]))
+    env.update(zip(inputs, values, strict=True))
+    done = set(first)
+    run([op for op in ops if op not in done], env)
+    return due
 
 
 class _Part:
@@ -91,11 +109,19 @@ class _Part:
 
 
 class _Together:
-    def __init__(self, ops: Sequence[Op], chain: Sequence[Op], entering: set[Value], due: Sequence[Any]) -> None:
-        self.chain, self.stage, self.due = chain, stages(chain), due
+    """The operations of `chain`, all of which lie between the activations that enter and a result, by stage and exchange.
+
+    stage    of each heavy operation
+    after    of everything else that `entering` reaches: (the last stage it depends on, how many exchanges lie between)
+    arrived  values with such an exchange behind them
+    moving   values that `entering` reaches: what a barrier may hold back
+    """
+
+    def __init__(self, chain: Sequence[Op], entering: set[Value]) -> None:
+        self.chain, self.stage = chain, stages(chain)
         self.length = max(self.stage.values(), default=-1) + 1
-        self.arrived: set[Value] = set()  # between it and the last matmul lies an exchange
-        depth = dict.fromkeys(entering, (-1, 0))  # last stage that a value depends on, and exchanges since
+        self.arrived: set[Value] = set()
+        depth = dict.fromkeys(entering, (-1, 0))
         self.after: dict[Op, tuple[int, int]] = {}
         for op in chain:
             known = [depth[v] for v in values_of(op.inputs) if v in depth]
@@ -118,12 +144,12 @@ class _Together:
         part.done |= set(ops)
 
     def make(self, values: Iterable[Atom], part: _Part) -> None:
-        self.run([op for op in needed(self.chain, values)[0] if op not in part.done], part)
+        self.run([op for op in upstream(self.chain, values) if op not in part.done], part)
 
     def run_stage(self, part: _Part, number: int, before: _Part | None) -> None:
         """One stage of one part, once the stage before has ended and what it sends is on its way."""
         heavy = [op for op in self.chain if self.stage.get(op) == number]
-        ops = [op for op in needed(self.chain, made(heavy))[0] if op not in part.done]
+        ops = [op for op in upstream(self.chain, made(heavy)) if op not in part.done]
         own = set[Value]()
         for op in ops:
             own |= set(op.outputs) if op in heavy or values_of(op.inputs) & own else set()
@@ -135,8 +161,6 @@ class _Together:
         middle = values_of(second[0].inputs) & self.moving if second else set()
         if before is not None:
             self.halfway(before, middle, part)
-        if self.due and part.first and number == self.length // 2:
-            self.wait_for_due(middle, part)
         self.run(second, part)
         part.sending = self.exchanges(number, 1) - part.done
         if number == 0 and not part.first:
@@ -157,12 +181,6 @@ class _Together:
         arriving = made(before.sending)
         self.make(arriving, before)
         _barrier(before.env, arriving, part.env, inputs)
-
-    def wait_for_due(self, inputs: set[Value], part: _Part) -> None:
-        """What is due has arrived when the second half of the middle stage begins."""
-        places = [v for v in part.env if v in inputs]
-        self.due, values = barrier((self.due, [part.env[v] for v in places]))
-        part.env.update(zip(places, values, strict=True))
 
     def finish(self, parts: Sequence[_Part]) -> None:
         """What a part sends at the end has arrived when the next one's last stage ends."""

@@ -60,8 +60,8 @@ class Cut:
     backward_weight(saved, deferred, context) -> dparams
     backward(params, saved, context, dy, daux) -> dx, dparams
     forward_parts, backward_parts    `forward` and `backward` of several parts of a batch, in an order that lets one part's collectives run
-                                     behind another's matmuls (`interleave.py`): sequences for x, saved, context, dy; a list of results.
-                                     `backward_parts` also takes and returns a list of values that shall arrive within its first half
+                                     behind another's matmuls (`interleave.py`): sequences for x, saved, context, dy; a list of results,
+                                     and `due`, values from outside that shall arrive meanwhile
 
     `daux` covers the floating-point leaves of `aux` in order; counts have no gradient.
     """
@@ -70,8 +70,8 @@ class Cut:
     backward_input: Callable[..., tuple[Any, tuple[Any, ...]]]
     backward_weight: Callable[..., Tree]
     backward: Callable[..., tuple[Any, Tree]]
-    forward_parts: Callable[..., list[tuple[Any, Tree, tuple[Any, ...]]]]
-    backward_parts: Callable[..., tuple[list[tuple[Any, Tree]], list[Any]]]
+    forward_parts: Callable[..., tuple[list[tuple[Any, Tree, tuple[Any, ...]]], Tree]]
+    backward_parts: Callable[..., tuple[list[tuple[Any, Tree]], Tree]]
     saved_for_weight: tuple[int, ...]
     facts: Facts
 
@@ -175,16 +175,18 @@ def _programs(
     def read(env: dict[Value, Any], outputs: list[Any]) -> list[Any]:
         return [env[a] if isinstance(a, Value) else jnp.asarray(a.val, a.aval.dtype) for a in outputs]
 
-    def forward_parts(params: Tree, xs: Sequence[Any], contexts: Sequence[Tree]) -> list[tuple[Any, Tree, tuple[Any, ...]]]:
+    def forward_parts(
+        params: Tree, xs: Sequence[Any], contexts: Sequence[Tree], due: Tree = None
+    ) -> tuple[list[tuple[Any, Tree, tuple[Any, ...]]], Tree]:
         inputs = [*joint.params, joint.x, *joint.context]
         envs = [environment(inputs, [*leaves(params), x, *leaves(c)]) for x, c in zip(xs, contexts, strict=True)]
-        run_together(f_ops, envs, [joint.y], {joint.x})
+        due = run_together(f_ops, envs, [joint.y], {joint.x}, due)
         results = [read(env, [joint.y, *joint.aux, *saved]) for env in envs]
         count = len(joint.aux)
-        return [(y, joint.aux_tree.unflatten(rest[:count]), tuple(rest[count:])) for y, *rest in results]
+        return [(y, joint.aux_tree.unflatten(rest[:count]), tuple(rest[count:])) for y, *rest in results], due
 
     def forward(params: Tree, x: Any, context: Tree) -> tuple[Any, Tree, tuple[Any, ...]]:
-        return forward_parts(params, [x], [context])[0]
+        return forward_parts(params, [x], [context])[0][0]
 
     backward_inputs = [*joint.params, *saved, *joint.context, joint.dy, *joint.daux]
 
@@ -209,13 +211,13 @@ def _programs(
         contexts: Sequence[Tree],
         dys: Sequence[Any],
         daux: list[Any],
-        due: Sequence[Any] = (),
-    ) -> tuple[list[tuple[Any, Tree]], list[Any]]:
+        due: Tree = None,
+    ) -> tuple[list[tuple[Any, Tree]], Tree]:
         parts = zip(saved_values, contexts, dys, strict=True)
         envs = [environment(backward_inputs, [*leaves(params), *kept, *leaves(c), dy, *daux]) for kept, c, dy in parts]
-        arrived = run_together(bw_ops, envs, [joint.dx], {*saved, joint.dy}, list(due))
+        due = run_together(bw_ops, envs, [joint.dx], {*saved, joint.dy}, due)
         results = [read(env, [joint.dx, *joint.dparams]) for env in envs]
-        return [(dx, dparams(rest)) for dx, *rest in results], list(arrived)
+        return [(dx, dparams(rest)) for dx, *rest in results], due
 
     def backward(params: Tree, saved_values: tuple[Any, ...], context: Tree, dy: Any, daux: list[Any]) -> tuple[Any, Tree]:
         return backward_parts(params, [saved_values], [context], [dy], daux)[0][0]

@@ -26,7 +26,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxpar.parallel import collectives, remat, split
+from jaxpar.parallel import collectives, remat, split, stacked
+from jaxpar.parallel.stacked import add_at, length, pick
 
 Tree = Any
 
@@ -83,35 +84,34 @@ class LayerStack:
 
         Sharding of x and y is the block's. Bytes moved: the block's collectives, and with `gather` each layer's weights once.
         """
-        xs, contexts = _split(x, self.parts), _split_context(context, self.parts)
-        layer_types = jax.eval_shape(lambda: self._whole(_pick(layers, 0)))
-        cut = split.cut(self.block, layer_types, xs[0], _pick_flags(contexts[0], 0), self.keep, fused_loops=self.fused_loops)
+        xs, contexts = stacked.cut(x, self.parts), _cut_context(context, self.parts)
+        layer_types = jax.eval_shape(lambda: self._whole(pick(layers, 0)))
+        first = contexts[0]._replace(layer=pick(context.layer, 0))
+        cut = split.cut(self.block, layer_types, xs[0], first, self.keep, fused_loops=self.fused_loops)
 
-        def layer(weights: Tree, xs: tuple[Any, ...], flags: Tree) -> tuple[tuple[Any, ...], tuple[Any, Any]]:
-            results = cut.forward_parts(weights, xs, [c._replace(layer=flags) for c in contexts])
-            aux = jax.tree.map(lambda *a: sum(a[1:], a[0]), *(r[1] for r in results))
-            return tuple(r[0] for r in results), (aux, tuple(r[2] for r in results))
+        def layer(weights: Tree, xs: tuple[Any, ...], flags: Tree, due: Tree = None) -> tuple[tuple[Any, ...], tuple[Any, Any], Tree]:
+            results, due = cut.forward_parts(weights, xs, [c._replace(layer=flags) for c in contexts], due)
+            return tuple(r[0] for r in results), (stacked.add([r[1] for r in results]), tuple(r[2] for r in results)), due
 
         if self.gather is None:
-            ys, (aux, saved) = lax.scan(lambda xs, inputs: layer(inputs[0], xs, inputs[1]), xs, (layers, context.layer))
-            return _join(ys), Saved(saved, tuple(contexts), cut), aux
+            ys, (aux, saved) = lax.scan(lambda xs, inputs: layer(inputs[0], xs, inputs[1])[:2], xs, (layers, context.layer))
+            return stacked.join(ys), Saved(saved, tuple(contexts), cut), aux
 
         def body(carry: Any, i: Any) -> tuple[Any, Any]:
             xs, weights = carry
-            following = self._whole(_pick(layers, i + 1))
-            ys, out = layer(weights, xs, _pick(context.layer, i))
+            ys, out, following = layer(weights, xs, pick(context.layer, i), due=self._whole(pick(layers, i + 1)))
             return (ys, following), out
 
-        end = _length(layers) - 1
-        (xs, weights), (aux, saved) = lax.scan(body, (xs, self._whole(_pick(layers, 0))), jnp.arange(end))
-        ys, (last_aux, last) = layer(weights, xs, _pick(context.layer, end))
+        end = length(layers) - 1
+        (xs, weights), (aux, saved) = lax.scan(body, (xs, self._whole(pick(layers, 0))), jnp.arange(end))
+        ys, (last_aux, last), _ = layer(weights, xs, pick(context.layer, end))
         aux = jax.tree.map(lambda a, b: jnp.concatenate([a, b[None]]), aux, last_aux)
         held = {name: weight for name, weight in weights.items() if name not in self.again}
-        return _join(ys), Saved(saved, tuple(contexts), cut, last, held), aux
+        return stacked.join(ys), Saved(saved, tuple(contexts), cut, last, held), aux
 
     def _shards_again(self, layers: Tree) -> Tree:
         """Of the last layer, what its backward gathers again."""
-        return {name: _pick(layers[name], _length(layers) - 1) for name in self.again}
+        return {name: pick(layers[name], length(layers) - 1) for name in self.again}
 
     def _whole(self, shards: Tree) -> Tree:
         return self.gather(shards) if self.gather is not None else shards
@@ -128,65 +128,64 @@ class LayerStack:
         """
 
         def layer(weights: Tree, kept: Any, dys: tuple[Any, ...], daux: list[Any], flags: Tree, due: Tree = None) -> tuple[Any, Tree, Tree]:
-            leaves, structure = jax.tree.flatten(due)
-            contexts = [c._replace(layer=flags) for c in saved.context]
-            results, leaves = saved.cut.backward_parts(weights, kept, contexts, dys, daux, leaves)
-            return tuple(r[0] for r in results), _sum([r[1] for r in results]), jax.tree.unflatten(structure, leaves)
+            results, due = saved.cut.backward_parts(weights, kept, [c._replace(layer=flags) for c in saved.context], dys, daux, due)
+            return tuple(r[0] for r in results), stacked.add([r[1] for r in results]), due
 
-        return self._over_layers_backward(layer, layers, saved, dy, daux, grads, before)
+        if self.gather is not None or self.reduce is not None:
+            return self._backward_one_by_one(layer, layers, saved, dy, daux, grads, before)
 
-    def _over_layers_backward(
+        def body(carry: Any, inputs: Any) -> tuple[Any, Any]:
+            (i, kept, daux, flags), weights = inputs
+            dys, dparams, _ = layer(weights, kept, carry[0], daux, flags)
+            if grads is None:
+                return (dys, None), dparams
+            return (dys, add_at(carry[1], dparams, i)), None
+
+        steps = (jnp.arange(length(layers)), saved.parts, daux, saved.context[0].layer)
+        (dxs, total), separate = lax.scan(body, (stacked.cut(dy, self.parts), grads), (steps, layers), reverse=True)
+        return stacked.join(dxs), separate if grads is None else total
+
+    def _backward_one_by_one(
         self, layer: Any, layers: Tree, saved: Saved, dy: Any, daux: list[Any], grads: Tree | None, before: Tree
     ) -> tuple[Any, Tree]:
-        length, flags = _length(layers), saved.context[0].layer
-        dys = _split(dy, self.parts)
-        if self.gather is None and self.reduce is None:
+        """`backward` where layers are gathered or reduced one by one: behind the compute of layer i travel the weights of layer i - 1 and
+        the gradients of layer i + 1.
 
-            def plain(carry: Any, inputs: Any) -> tuple[Any, Any]:
-                (i, kept, daux, flags), weights = inputs
-                dys, dparams, _ = layer(weights, kept, carry[0], daux, flags)
-                if grads is None:
-                    return (dys, None), dparams
-                return (dys, _add_at(carry[1], dparams, i)), None
-
-            steps = (jnp.arange(length), saved.parts, daux, flags)
-            (dxs, total), stacked = lax.scan(plain, (dys, grads), (steps, layers), reverse=True)
-            return _join(dxs), stacked if grads is None else total
-
+        The last layer, which has nobody's gradients to reduce, and under ZeRO-3 the first, which has nobody's weights to gather, stand
+        outside the loop: inside it they would send a layer of zeros and a layer of weights for nothing.
+        """
+        end, gathered, flags = length(layers) - 1, self.gather is not None, saved.context[0].layer
         reduce = self.reduce if self.reduce is not None else lambda tree: tree
 
-        def step(i: Any, kept: Any, dys: Any, weights: Tree, ahead: bool, due: Tree = None) -> tuple[Any, Tree, Tree, Tree]:
-            """Gradients of layer i, and behind its compute the weights of the layer before and `due`, the reduced gradients of the layer
-            after: by half of it, so that the weights, which are on the same link, find it free."""
-            following = self._whole(_pick(layers, i - 1)) if ahead else None
-            weights = weights if self.gather is not None else _pick(layers, i)
-            dys, dparams, due = layer(weights, kept, dys, _pick(daux, i), _pick(flags, i), due)
-            return dys, dparams, following, due
+        def step(i: Any, kept: Any, dys: Any, weights: Tree, ahead: bool) -> tuple[Any, Tree, Tree]:
+            """dx of layer i, its gradients, and the weights of the layer before."""
+            following = self._whole(pick(layers, i - 1)) if ahead else None
+            return layer(weights if gathered else pick(layers, i), kept, dys, pick(daux, i), pick(flags, i), due=following)
 
-        # The last layer, which has nobody's gradients to reduce, and under ZeRO-3 the first, which has nobody's weights to gather, stand
-        # outside the loop: inside it they would send a layer of zeros and a layer of weights for nothing.
-        end, gathered = length - 1, self.gather is not None
-        last = saved.last if saved.last is not None else _pick(saved.parts, end)
+        dys = stacked.cut(dy, self.parts)
+        last = saved.last if saved.last is not None else pick(saved.parts, end)
         # Behind a barrier, or what the forward did not keep would be kept after all.
         dys, last, shards, _ = collectives.barrier((dys, last, self._shards_again(layers) if gathered else {}, before))
         weights = {**saved.weights, **self._whole(shards)} if saved.weights is not None else None
-        dys, waiting, weights, _ = step(end, last, dys, weights, gathered and end > 0)
+        dys, waiting, weights = step(end, last, dys, weights, gathered and end > 0)
         if grads is None:
             part = jax.eval_shape(reduce, waiting)
             grads = jax.tree.map(
-                lambda t: collectives.zeros(jax.ShapeDtypeStruct((length, *t.shape), t.dtype), collectives.varying_of(t)), part
+                lambda t: collectives.zeros(jax.ShapeDtypeStruct((end + 1, *t.shape), t.dtype), collectives.varying_of(t)), part
             )
 
         def body(carry: Any, i: Any) -> tuple[Any, None]:
             dys, weights, waiting, grads = carry
-            dys, dparams, following, reduced = step(i, _pick(saved.parts, i), dys, weights, gathered, reduce(waiting))
-            return (dys, following, dparams, _add_at(grads, reduced, i + 1)), None
+            grads = add_at(grads, reduce(waiting), i + 1)
+            dys, dparams, following = step(i, pick(saved.parts, i), dys, weights, gathered)
+            return (dys, following, dparams, grads), None
 
-        (dys, weights, waiting, grads), _ = lax.scan(body, (dys, weights, waiting, grads), jnp.arange(int(gathered), end), reverse=True)
+        if (start := int(gathered)) < end:
+            (dys, weights, waiting, grads), _ = lax.scan(body, (dys, weights, waiting, grads), jnp.arange(start, end), reverse=True)
         if gathered and end > 0:
-            dys, waiting, _, reduced = step(0, _pick(saved.parts, 0), dys, weights, False, reduce(waiting))
-            grads = _add_at(grads, reduced, 1)
-        return _join(dys), _add_at(grads, reduce(waiting), 0)
+            grads = add_at(grads, reduce(waiting), 1)
+            dys, waiting, _ = step(0, pick(saved.parts, 0), dys, weights, False)
+        return stacked.join(dys), add_at(grads, reduce(waiting), 0)
 
     def backward_input(self, layers: Tree, saved: Saved, dy: Any, daux: list[Any]) -> tuple[Any, tuple[Any, ...]]:
         """The part of `backward` that dx needs. `deferred` is what `backward_weight` needs besides `saved`, stacked over layers as `saved`
@@ -197,7 +196,6 @@ class LayerStack:
         """
         if not self.fused_loops:
             saved.cut.check_split()
-        length = _length(layers)
 
         def layer(weights: Tree, dys: Any, inputs: Any) -> tuple[Any, Any]:
             kept, daux, flags = inputs
@@ -208,24 +206,24 @@ class LayerStack:
             return tuple(r[0] for r in results), tuple(r[1] for r in results)
 
         flags = saved.context[0].layer
-        dys = _split(dy, self.parts)
+        dys = stacked.cut(dy, self.parts)
         if saved.last is None:
             steps = (saved.parts, daux, flags)
             dxs, deferred = lax.scan(lambda dys, inputs: layer(inputs[1], dys, inputs[0]), dys, (steps, layers), reverse=True)
-            return _join(dxs), deferred
+            return stacked.join(dxs), deferred
 
         def body(carry: Any, inputs: Any) -> tuple[Any, Any]:
             (dys, weights), (i, kept) = carry, inputs
-            following = self._whole(_pick(layers, jnp.maximum(i - 1, 0)))
-            dys, deferred = layer(weights, dys, (kept, _pick(daux, i), _pick(flags, i)))
+            following = self._whole(pick(layers, jnp.maximum(i - 1, 0)))
+            dys, deferred = layer(weights, dys, (kept, pick(daux, i), pick(flags, i)))
             return (dys, following), deferred
 
-        end = length - 1
+        end = length(layers) - 1
         weights = {**(saved.weights or {}), **self._whole(self._shards_again(layers))}
-        dys, last = layer(weights, dys, (saved.last, _pick(daux, end), _pick(flags, end)))
-        start = (dys, self._whole(_pick(layers, max(end - 1, 0))))
+        dys, last = layer(weights, dys, (saved.last, pick(daux, end), pick(flags, end)))
+        start = (dys, self._whole(pick(layers, max(end - 1, 0))))
         (dxs, _), deferred = lax.scan(body, start, (jnp.arange(end), saved.parts), reverse=True)
-        return _join(dxs), (deferred, last)
+        return stacked.join(dxs), (deferred, last)
 
     def backward_weight(self, saved: Saved, deferred: tuple[Any, ...], grads: Tree) -> Tree:
         """The rest of `backward`: adds every layer's gradients to `grads`. Reads no weight.
@@ -236,11 +234,11 @@ class LayerStack:
         flags = saved.context[0].layer
 
         def add(grads: Tree, i: Any, kept: Any, deferred: Any) -> Tree:
-            here = [c._replace(layer=_pick(flags, i)) for c in saved.context]
+            here = [c._replace(layer=pick(flags, i)) for c in saved.context]
             parts = [saved.cut.backward_weight(k, d, c) for k, d, c in zip(kept, deferred, here, strict=True)]
-            return _add_at(grads, reduce(_sum(parts)), i)
+            return add_at(grads, reduce(stacked.add(parts)), i)
 
-        layers = jax.tree.leaves(grads)[0].shape[0]
+        layers = length(grads)
         if saved.last is not None:
             deferred, last = deferred
             layers -= 1
@@ -271,41 +269,6 @@ class LayerStack:
         return apply(layers, x, context)
 
 
-def _length(layers: Tree) -> int:
-    return jax.tree.leaves(layers)[0].shape[0]
-
-
-def _pick(tree: Tree, i: Any) -> Tree:
-    return jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, i, keepdims=False), tree)
-
-
-def _pick_flags(context: Context, i: int) -> Context:
-    return context._replace(layer=_pick(context.layer, i))
-
-
-def _add_at(total: Tree, part: Tree, i: Any) -> Tree:
-    """total[i] += part, in place inside a loop, in the dtype of `total`."""
-
-    def add(t: Any, p: Any) -> Any:
-        old = lax.dynamic_index_in_dim(t, i, keepdims=False)
-        return lax.dynamic_update_index_in_dim(t, old + p.astype(t.dtype), i, 0)
-
-    return jax.tree.map(add, total, part)
-
-
-def _sum(trees: list[Tree]) -> Tree:
-    return jax.tree.map(lambda *a: sum(a[1:], a[0]), *trees)
-
-
-def _split(x: Any, parts: int) -> tuple[Any, ...]:
-    assert x.shape[0] % parts == 0, f"batch {x.shape[0]} does not divide into {parts} parts"
-    return (x,) if parts == 1 else tuple(jnp.split(x, parts))
-
-
-def _split_context(context: Context, parts: int) -> list[Context]:
-    pieces = {name: _split(leaf, parts) for name, leaf in context.batch.items()}
+def _cut_context(context: Context, parts: int) -> list[Context]:
+    pieces = {name: stacked.cut(leaf, parts) for name, leaf in context.batch.items()}
     return [context._replace(batch={name: piece[n] for name, piece in pieces.items()}) for n in range(parts)]
-
-
-def _join(xs: tuple[Any, ...]) -> Any:
-    return xs[0] if len(xs) == 1 else jnp.concatenate(xs)

@@ -8,7 +8,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpar.config import MeshShape
 from jaxpar.mesh import TENSOR, make_mesh
-from jaxpar.parallel import remat, split
+from jaxpar.parallel import collectives, remat, split
 from jaxpar.parallel.flatten import flatten
 from jaxpar.parallel.operations import Value
 from jaxpar.parallel.sequence import SequenceParallel
@@ -43,7 +43,7 @@ def program(parts, keep="block"):
     def local(params, x, dy):
         xs, dys = jnp.split(x, parts), jnp.split(dy, parts)
         cut = split.cut(block, params, xs[0], {}, remat.policy(keep))
-        forward = cut.forward_parts(params, xs, [{}] * parts)
+        forward, _ = cut.forward_parts(params, xs, [{}] * parts)
         backward, _ = cut.backward_parts(params, [kept for _, _, kept in forward], [{}] * parts, dys, [])
         grads = jax.tree.map(lambda *g: sum(g), *(dparams for _, dparams in backward))
         return jnp.concatenate([y for y, _, _ in forward]), jnp.concatenate([dx for dx, _ in backward]), grads
@@ -67,12 +67,17 @@ def depends(ops, later, earlier):
     return any(isinstance(a, Value) and a in reached for a in later.inputs)
 
 
-def forward_ops(parts, together):
+def forward_ops(parts, together, due=False):
+    """Operations of the forward of `parts` parts; with `due`, of one part that a gather from outside accompanies."""
+
     def local(params, x):
         xs = jnp.split(x, parts)
         cut = split.cut(block, params, xs[0], {}, remat.policy("block"))
+        if due:
+            results, shards = cut.forward_parts(params, xs, [{}] * parts, due=collectives.all_gather(x, TENSOR, dim=1))
+            return [results[0][0] + collectives.reduce_scatter(shards, TENSOR, dim=1)]
         if together:
-            return [y for y, _, _ in cut.forward_parts(params, xs, [{}] * parts)]
+            return [y for y, _, _ in cut.forward_parts(params, xs, [{}] * parts)[0]]
         return [cut.forward(params, x, {})[0] for x in xs]
 
     mapped = jax.shard_map(local, mesh=MESH, in_specs=(SPECS, P(None, TENSOR)), out_specs=[P(None, TENSOR)] * parts)
@@ -107,3 +112,10 @@ def test_without_interleaving_nothing_orders_the_parts():
 
 def test_one_part_has_no_barriers():
     assert not named(forward_ops(1, together=True), "optimization_barrier")
+
+
+def test_what_travels_beside_a_single_part_has_arrived_before_its_last_matmul():
+    ops = forward_ops(1, together=True, due=True)
+    *others, last = named(ops, "dot_general")
+    gather = named(ops, "all_gather")[0]
+    assert depends(ops, last, gather) and not any(depends(ops, other, gather) for other in others)
