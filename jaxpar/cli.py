@@ -3,6 +3,7 @@
     jaxpar train RUN.yaml [--set a.b=c]...       train, or resume where the checkpoint folder has something to resume
     jaxpar generate CKPT --prompt "Once" ...     text from a checkpoint
     jaxpar tokenize RUN.yaml FOLDER              the run's text as a folder of tokens, for data.source: tokens
+    jaxpar compile RUN.yaml [--gpu h100]...      memory, traffic, work and time on a GPU cluster, with no GPU
     jaxpar params RUN.yaml [--set a.b=c]...      every parameter: shape, place on the mesh, ZeRO placement, count
 
 What a user got wrong is one line on stderr and exit code 2; `--traceback` shows where it came from.
@@ -18,8 +19,10 @@ import traceback
 from collections.abc import Sequence
 from typing import NoReturn
 
+import jax
+
 import jaxpar
-from jaxpar import configfile, distributed, params, rules
+from jaxpar import configfile, distributed, gpu, params, rules
 
 
 class _Parser(argparse.ArgumentParser):
@@ -46,6 +49,21 @@ def parser() -> argparse.ArgumentParser:
     tokens.add_argument("folder", metavar="FOLDER", help="a folder to make, for data.source: tokens")
     tokens.set_defaults(call=_tokenize)
 
+    compiled = commands.add_parser(
+        "compile", parents=[run_file, errors], help="compile the training step for GPUs and report, with no GPU present", allow_abbrev=False
+    )
+    compiled.add_argument("--gpu", default="h100", metavar="NAME", help="a file of configs/hardware, or a path to one (default h100)")
+    compiled.add_argument("--nodes", type=int, metavar="N", help="hosts (default: what the mesh needs)")
+    compiled.add_argument("--gpus-per-node", type=int, metavar="N", help="GPUs of a host (default 8)")
+    compiled.add_argument("--json", metavar="FILE", help="write the report as JSON, - for stdout")
+    compiled.add_argument("--hlo", metavar="FILE", help="write the compiled program's text")
+    compiled.add_argument("--trace", metavar="FILE", help="write the simulated step as a Chrome trace")
+    compiled.add_argument("--png", metavar="FILE", help="draw one layer of the simulated step")
+    compiled.add_argument(
+        "--knobs", action="store_true", help="compile alternatives as well, which is done anyway where the run does not fit"
+    )
+    compiled.set_defaults(call=_compile)
+
     table = commands.add_parser("params", parents=[run_file, errors], help="list the parameters of a run", allow_abbrev=False)
     table.set_defaults(call=_params)
 
@@ -67,10 +85,19 @@ def parser() -> argparse.ArgumentParser:
 
 def _train(args: argparse.Namespace) -> int:
     config = configfile.load(args.run, args.overrides)
+    gpu.reserve()
     distributed.start(config.train.cpu_devices)
     from jaxpar.train import loop
 
     return loop.train(config, until=args.until)
+
+
+def _compile(args: argparse.Namespace) -> int:
+    config = configfile.load(args.run, args.overrides)
+    jax.config.update("jax_platforms", "cpu")  # compiling needs the CUDA plugin and no GPU; one that is there stays free
+    from jaxpar.plan import command
+
+    return command.run(config, command.Request(**{name: getattr(args, name) for name in command.Request.__dataclass_fields__}))
 
 
 def _tokenize(args: argparse.Namespace) -> int:

@@ -6,6 +6,7 @@
       data        DataConfig                        where tokens come from
       optimizer   OptimizerConfig                   update rule and learning-rate schedule
       train       TrainConfig                       steps, batch, ZeRO level, precision, recomputation
+      gpu         GpuConfig                         compiler options on GPUs
       checkpoint  CheckpointConfig                  where, how often, how many
       log         LogConfig                         progress and metrics
 
@@ -281,6 +282,21 @@ class TrainConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class GpuConfig:
+    """`flags` are XLA options for the training step on GPUs, "name=value", over those of `jaxpar/gpu.py`."""
+
+    flags: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for text in self.flags:
+            name, equals, value = text.partition("=")
+            require(
+                name.startswith("xla_") and equals == "=" and value != "",
+                f"gpu.flags: {text!r} is not of the form xla_gpu_some_flag=value",
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
     """`folder` None keeps no checkpoints. `every` is in steps; the last step is always saved."""
 
@@ -313,5 +329,6 @@ class Config:
     data: DataConfig = field(default_factory=DataConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+    gpu: GpuConfig = field(default_factory=GpuConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)

@@ -61,7 +61,7 @@ def test_params_lists_every_parameter_with_its_place(capsys):
         "layers/attention/query",
         "4 × 8 × 16 × 128",
         "layers heads/tensor head_dim embed",
-        "embed/data",
+        "heads/data",
         "65,536",
     ]
     assert out.endswith("total 1,250,432\n")
