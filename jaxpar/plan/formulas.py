@@ -199,7 +199,12 @@ def _activations(config: Config) -> list[Collective]:
 
     passes = [("forward", enters, 2), ("forward", leaves, 2), ("backward", leaves, 2), ("backward", enters, 2)]
     passes += [("again", enters, again[0]), ("again", leaves, again[1])]
-    layers = [one for what, kind, times in passes for _ in range(times * parts) for one in send(f"layers, {what}", kind, each, parts)]
+    if train.collective_matmul and config.mesh.tensor > 1:  # each all-gather and reduce-scatter is t - 1 permutes of a chunk
+        parts = config.mesh.tensor
+        passes = [(what, "permute", times * (parts - 1)) for what, _, times in passes]
+    else:
+        passes = [(what, kind, times * parts) for what, kind, times in passes]
+    layers = [one for what, kind, times in passes for _ in range(times) for one in send(f"layers, {what}", kind, each, parts)]
     a = train.accumulation
     embedding = [*send("embedding, forward", leaves, a), *send("embedding, backward", enters, a)]
     return [*layers, *embedding, *send("head, forward", enters, a), *send("head, backward", leaves, a)]
