@@ -10,6 +10,7 @@ from jaxpar import configfile
 from jaxpar.train import loop
 from jaxpar.train.checkpoint import Checkpoints
 from jaxpar.train.corpus import write_tokens
+from jaxpar.train.resume import check_same
 
 
 def test_a_changed_corpus_does_not_replace_the_tokenizer(tmp_path):
@@ -91,6 +92,17 @@ def test_a_checkpoint_from_before_a_field_existed_has_its_default(tmp_path, monk
     saved["of_the_future"] = {}
     with pytest.raises(ValueError, match="step 2 in .* has a configuration of another version"):
         loop.train(config, devices, until=3)
+
+
+def test_at_step_0_only_the_model_is_fixed():
+    """An imported checkpoint has read no data: its batch and sequence are the run's to choose."""
+    saved = configfile.dump(configfile.from_dict({}))
+    other = configfile.dump(configfile.from_dict({"train": {"batch": 4}, "data": {"sequence": 32, "seed": 7}}))
+    check_same(saved, other, 0)
+    with pytest.raises(ValueError, match=r"data\.seed: the checkpoint was written with 0, the run asks for 7"):
+        check_same(saved, other, 1)
+    with pytest.raises(ValueError, match=r"model\.norm_eps: .* so its weights mean nothing"):
+        check_same(saved, configfile.dump(configfile.from_dict({"model": {"norm_eps": 0.5}})), 0)
 
 
 def test_a_run_that_diverges_says_so(tmp_path, capsys):
