@@ -34,11 +34,17 @@ def _start(k: int, length: int) -> jax.Array:
     return (axis_index(TENSOR).astype(jnp.int32) + k) % axis_size(TENSOR) * length
 
 
+def _pass_on(x: jax.Array) -> jax.Array:
+    """To the device before: what was of chunk k is of chunk k + 1 there."""
+    size = axis_size(TENSOR)
+    return permute(x, TENSOR, [(i, (i - 1) % size) for i in range(size)])
+
+
 def _sent_around(x_BSD: jax.Array) -> Chunks:
     """x[B, S_tensor, D] -> all tokens. Chunk k + 1 can travel while chunk k is multiplied."""
-    size, found = axis_size(TENSOR), [x_BSD]
-    for _ in range(size - 1):
-        found.append(permute(found[-1], TENSOR, [(i, (i - 1) % size) for i in range(size)]))
+    found = [x_BSD]
+    for _ in range(axis_size(TENSOR) - 1):
+        found.append(_pass_on(found[-1]))
     return tuple(found)
 
 
@@ -60,11 +66,14 @@ def _chunks(x: jax.Array) -> Chunks:
 
 
 def _summed(chunks: Chunks, product: Product) -> jax.Array:
-    """Sum over `tensor` of product(chunk), each chunk's on the device it belongs to."""
-    size = axis_size(TENSOR)
-    total = product(chunks[-1])
-    for chunk in chunks[-2::-1]:
-        total = permute(total, TENSOR, [(i, (i + 1) % size) for i in range(size)]) + product(chunk)
+    """Sum over `tensor` of product(chunk), each chunk's on the device it belongs to.
+
+    A device begins with chunk 1 and ends with its own, so that sums follow the chunks around the ring and each is multiplied as it comes.
+    """
+    first, *others = (*chunks[1:], chunks[0])
+    total = product(first)
+    for chunk in others:
+        total = _pass_on(total) + product(chunk)
     return total
 
 

@@ -24,16 +24,13 @@ ROWS = [
     (2, 4, 2, False, 2, "attention", 1, "float32"),
     (2, 4, 3, True, 2, "matmuls", 2, "float32"),
     (1, 8, 0, True, 1, "block", 2, "float32"),
-    (1, 8, 3, False, 2, "matmuls", 1, "float32"),
     (16, 1, 3, True, 2, "block", 2, "bfloat16"),
     (4, 4, 3, True, 1, "attention", 1, "float32"),
     (2, 8, 1, True, 2, "outputs", 2, "float32"),
     (32, 1, 2, True, 1, "attention", 1, "bfloat16"),
     (16, 2, 3, True, 2, "outputs", 2, "float32"),
-    (8, 4, 0, True, 1, "matmuls", 1, "float32"),
     (64, 1, 3, True, 1, "block", 1, "bfloat16"),
     (8, 8, 3, True, 1, "block", 2, "float32"),
-    (16, 4, 1, True, 1, "matmuls", 1, "float32"),
     (32, 2, 3, True, 2, "none", 1, "float32"),
 ]
 

@@ -26,9 +26,8 @@ def test_runs_of_real_size_fit_and_are_predicted(run):
     assert 0 <= held["parts"]["rest"] < 0.02 * held["peak"]
     assert held["predicted_peak"] == pytest.approx(held["peak"], rel=0.10)
     assert all(row["bytes"] == row["expected_bytes"] for row in report["collectives"])
-    assert (
-        report["flops"]["program"] <= (1.34 if compiled.config.train.remat in ("attention", "block") else 1.005) * report["flops"]["model"]
-    )
+    ratio = {"attention": 1.34, "block": 1.34}.get(compiled.config.train.remat, 1.005)
+    assert report["flops"]["program"] <= ratio * report["flops"]["model"]
 
 
 def processor_seconds():
@@ -119,9 +118,8 @@ def test_out_of_memory_is_a_verdict():
     report = compiling.report(compiled)
     assert not report["fits"]
     changes = knobs.lighter(compiled.config)
-    chosen = {name: changes[name] for name in ("train.accumulation=2", "train.loss_chunk=512")}
     assert len(changes) >= 5 and "train.zero=3" in changes
-    tried = knobs.compare(chosen, h100, None, None)
-    assert [each.change for each in tried] == list(chosen) and tried[0].need < 0.6 * tried[1].need
+    tried = knobs.compare({"train.accumulation=2": changes["train.accumulation=2"]}, h100, None, None)
+    assert tried[0].need < 0.6 * (report["memory"]["peak"] + report["memory"]["attention_workspace"])
     text = show.verdict(compiled, report, tried)
     assert "does not fit: " in text and "helps most: train.accumulation=2: " in text
