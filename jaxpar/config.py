@@ -5,7 +5,7 @@
       mesh        MeshShape                         how many devices each named axis takes
       data        DataConfig                        where tokens come from
       optimizer   OptimizerConfig                   update rule and learning-rate schedule
-      train       TrainConfig                       steps, batch, ZeRO level, precision, recomputation
+      train       TrainConfig, with ContextConfig   steps, batch, ZeRO level, precision, recomputation, how `seq` shares attention
       checkpoint  CheckpointConfig                  where, how often, how many
       log         LogConfig                         progress and metrics
 
@@ -232,6 +232,36 @@ class OptimizerConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ContextConfig:
+    """How `mesh.seq` devices share the attention of a row; `jaxpar/parallel/context` says what each way sends.
+
+    `method` ring and gather bring keys to queries, ulysses trades tokens for heads, usp trades among `ulysses` neighbours and rings over
+    the rest. `layout` is which tokens a device holds: contiguous ones, an early and a late chunk (zigzag), or every n-th (striped).
+    """
+
+    method: str = "ring"
+    layout: str = "zigzag"
+    ulysses: int = 2
+
+    def __post_init__(self) -> None:
+        one_of("train.context.method", self.method, ("ring", "ulysses", "gather", "usp"))
+        one_of("train.context.layout", self.layout, ("contiguous", "zigzag", "striped"))
+        require(self.ulysses >= 1, f"train.context.ulysses: {self.ulysses} must be at least 1")
+
+    def split(self, devices: int) -> tuple[int, int]:
+        """(groups that keys travel over, neighbours of a group that trade heads) of that many devices; their product is `devices`."""
+        inner = {"ulysses": devices, "usp": self.ulysses}.get(self.method, 1)
+        works = ", ".join(str(size) for size in range(1, devices + 1) if devices % size == 0)
+        require(devices % inner == 0, f"train.context.ulysses: {inner} does not divide mesh.seq {devices}; sizes that work: {works}")
+        return devices // inner, inner
+
+    def unit(self, devices: int) -> int:
+        """What a row's length must be a multiple of: a device holds whole tokens of both chunks of its group."""
+        ring, _ = self.split(devices)
+        return math.lcm(devices, 2 * ring if self.layout == "zigzag" and ring > 1 else ring)
+
+
+@dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     """How a step runs. `batch` is sequences a step over all devices and microbatches; `accumulation` the microbatches it is cut in.
 
@@ -248,6 +278,7 @@ class TrainConfig:
     accumulation: int = 1
     zero: int = 1
     sequence_parallel: bool = True
+    context: ContextConfig = field(default_factory=ContextConfig)
     remat: str = "matmuls"
     interleave: int = 1
     compute_dtype: str = "bfloat16"

@@ -17,6 +17,7 @@ from jaxpar.models.options import Options
 from jaxpar.models.parameter import norm, value
 from jaxpar.ops.dropout import dropout
 from jaxpar.ops.norm import rms_norm
+from jaxpar.parallel import context as context_parallel
 from jaxpar.parallel.sequence import Boundary
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ class Block(nnx.Module):
     """A pre-norm layer. Activations between blocks lie as `boundary` says."""
 
     def __init__(self, config: ModelConfig, boundary: Boundary, options: Options):
-        self.dropout, self.boundary = config.dropout, boundary
+        self.dropout, self.boundary, self.context = config.dropout, boundary, options.context
         self.attention_norm = Norm(config)
         self.attention = Attention(config, boundary, options)
         self.mlp_norm = Norm(config)
@@ -63,4 +64,5 @@ class Block(nnx.Module):
         if not self.dropout or "dropout" not in context.shared:
             return y_BSD
         key = jax.random.fold_in(jax.random.fold_in(context.shared["dropout"], context.layer["index"]), place)
-        return dropout(y_BSD, self.dropout, key, context.batch["rows"], self.boundary.tokens(y_BSD.shape[1]))
+        tokens_S = context_parallel.row_tokens(self.context, self.boundary.tokens(y_BSD.shape[1]), context.batch["positions"].shape[1])
+        return dropout(y_BSD, self.dropout, key, context.batch["rows"], tokens_S)

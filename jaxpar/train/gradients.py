@@ -163,8 +163,11 @@ class Gradients:
         """What blocks read beside weights and activations, of one microbatch [sequence, token]."""
         model = self.config.model
         names = ("positions", "rows") if self.config.data.documents == "joined" else ("positions", "segments", "rows")
+        read = {name: batch[name] for name in names}
+        if "segments" in read and self.config.mesh.seq > 1:
+            read["segments_row"] = collectives.all_gather(read["segments"], SEQ, dim=1)
         return Context(
-            batch={name: batch[name] for name in names},
+            batch=read,
             shared={"dropout": key} if model.dropout else {},
             layer={"index": jnp.arange(model.layers, dtype=jnp.int32), "window": jnp.asarray(model.layer_windows, jnp.int32)},
         )

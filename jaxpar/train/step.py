@@ -13,10 +13,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxpar.config import Config
+from jaxpar.parallel.context.layout import layout
 from jaxpar.params import Tree, init_params
 from jaxpar.train import optimizer as rule
 from jaxpar.train.gradients import BATCH_SPECS, Gradients, Metrics, build_gradients
@@ -40,6 +42,12 @@ class Training:
     def shardings(self) -> State:
         """Where every leaf of the state lives."""
         return jax.tree.map(lambda leaf: leaf.sharding, self.abstract_state)
+
+    @property
+    def order(self) -> np.ndarray | None:
+        """The token that stands at each place of a row as the devices of `seq` hold it, None where that is the row's own order."""
+        length, devices = self.config.data.sequence, self.config.mesh.seq
+        return layout(self.config.train.context, devices, length).order(length) if devices > 1 else None
 
     @property
     def batch_shardings(self) -> dict[str, NamedSharding]:
