@@ -46,8 +46,7 @@ class Training:
     @property
     def order(self) -> np.ndarray | None:
         """The token that stands at each place of a row as the devices of `seq` hold it, None where that is the row's own order."""
-        length, devices = self.config.data.sequence, self.config.mesh.seq
-        return layout(self.config.train.context, devices, length).order(length) if devices > 1 else None
+        return row_order(self.config)
 
     @property
     def batch_shardings(self) -> dict[str, NamedSharding]:
@@ -79,6 +78,12 @@ class Training:
             return {"optimizer": self.optimizer.init(params), "step": zero, "skipped": zero}
 
         return {"params": params, **jax.jit(others, out_shardings=rest)(params)}
+
+
+def row_order(config: Config) -> np.ndarray | None:
+    """`Training.order` of a configuration."""
+    length, devices = config.data.sequence, config.mesh.seq
+    return layout(config.train.context, devices, length).order(length) if devices > 1 else None
 
 
 def build_training(config: Config, mesh: Mesh) -> Training:

@@ -36,7 +36,6 @@ from jaxpar.parallel.context.layout import layout
 from jaxpar.parallel.context.schedule import Schedule
 from jaxpar.rules import check_ulysses
 
-
 DEFAULT = ContextConfig()
 
 
