@@ -34,6 +34,7 @@ from jaxpar.config import Config
 from jaxpar.mesh import AXES, REPLICA, TENSOR
 from jaxpar.models.decoder import declared
 from jaxpar.params import flatten
+from jaxpar.plan.context import context_traffic
 from jaxpar.plan.traffic import Collective, ring_bytes
 
 # How often the backward of a layer sends again what its forward sent, to compute values that the policy did not keep: (enter, leave).
@@ -133,7 +134,7 @@ def written_traffic(config: Config) -> list[Collective]:
     embedding, norm, head, first and last layer then happen once a step instead of once a microbatch.
     """
     found = [each for weight in weights(config) for each in [*_gathers(config, weight), *_reductions(config, weight)]]
-    return [*found, *_activations(config), *_loss(config), *_scalars(config)]
+    return [*found, *_activations(config), *context_traffic(config), *_loss(config), *_scalars(config)]
 
 
 def compiled_traffic(config: Config) -> list[Collective]:
@@ -275,5 +276,7 @@ def saved_bytes(config: Config) -> int | None:
     attention = size * tokens * heads * model.head_width + wide * tokens * heads
     outputs = size * tokens * ((heads + 2 * kv_heads) * model.head_width + 2 * hidden) + size * between
     inputs = size * (2 * between + tokens * hidden)
+    if train.context.split(config.mesh.seq)[1] > 1:
+        inputs += size * tokens * heads * model.head_width  # attention's output before heads are traded back is kept beside it
     kept = {"block": 0, "attention": attention, "outputs": attention + outputs, "matmuls": attention + outputs + inputs}
     return model.layers * (size * between + kept[train.remat]) if train.remat in kept else None

@@ -89,7 +89,7 @@ def batches(config: Config, count: int, seed: int = 0) -> list[Arrays]:
 
 
 def step_batch(config: Config, batch: Arrays) -> dict[str, np.ndarray]:
-    """`ids` and `labels` [B, S] -> a step's batch, [microbatches, B / microbatches, S] laid out for `seq`, and rows without the last dim."""
+    """`ids` and `labels` [B, S] -> a step's batch [microbatches, B / microbatches, S], laid out for `seq`; rows lack the last dim."""
     rows, length = batch["ids"].shape
     whole = {
         "ids": batch["ids"],

@@ -64,12 +64,12 @@ def _attend_forward(settings: Settings, q: jax.Array, k: jax.Array, v: jax.Array
 class _Walk:
     """What forward and backward share: the source of keys, the steps, and the kernel on blocks."""
 
-    def __init__(self, settings: Settings, row: Row, batch: int, turn: int = 0) -> None:
+    def __init__(self, settings: Settings, row: Row, batch: int, again: bool = False) -> None:
         self.settings, self.schedule, self.row, self.batch = settings, settings.schedule, row, batch
         device = axis_index(settings.axis).astype(jnp.int32)
         self.group = device // self.schedule.layout.inner
         source = Gathered if settings.method == "gather" else Travelling
-        self.source: Source = source(schedule=self.schedule, axis=settings.axis, group=self.group, turn=turn)
+        self.source: Source = source(schedule=self.schedule, axis=settings.axis, group=self.group, again=again)
 
     def chunks(self, x_BS: jax.Array) -> jax.Array:
         """[B, S, ...] -> [slots, B, C, ...]"""
@@ -210,7 +210,7 @@ def _merged(total: tuple, slot: Slot, o_new: jax.Array, lse_new: jax.Array) -> t
 
 def _attend_backward(settings: Settings, residuals: tuple, do: jax.Array) -> tuple:
     q, k, v, sinks_N, o, lse, row = residuals
-    walk = _Walk(settings, row, q.shape[0], turn=1)
+    walk = _Walk(settings, row, q.shape[0], again=True)
     schedule = walk.schedule
     state = walk.source.open(tuple(map(walk.chunks, (k, v))) if schedule.steps else ())
     following = walk.source.on(state) if schedule.steps else ()

@@ -87,9 +87,3 @@ def layout(context: ContextConfig, devices: int, length: int) -> Layout:
         f"devices; multiples of {unit} work, such as {', '.join(str(size) for size in (below, below + unit) if size)}",
     )
     return Layout(context.layout, ring, inner)
-
-
-def work(layout: Layout, length: int, window: int = 0) -> np.ndarray:
-    """Visible (query, key) pairs of causal attention on each group. [ring] int64; the slowest group sets the pace."""
-    seen = np.minimum(np.arange(1, length + 1), window or length)
-    return seen[Layout(layout.name, layout.ring).order(length)].reshape(layout.ring, -1).sum(1)

@@ -27,24 +27,23 @@ Pairs = list[tuple[int, int]]
 class Travelling:
     """A ring over groups of `inner` neighbours each: device g · inner + i only ever sends to devices h · inner + i.
 
-    `turn` writes the pairs of a permutation from another one on, which says the same: a backward that sends keys round again does not read
-    as the forward's, which a remat policy could keep instead.
+    `again` writes permutations of keys differently from the forward's, to the same effect: the backward of an engine that computes equal
+    operations once would else keep what the forward received.
     """
 
     schedule: Schedule
     axis: str
     group: jax.Array
-    turn: int = 0
+    again: bool = False
 
     def _send(self, x: jax.Array, pairs: Pairs) -> jax.Array:
         """Pairs of groups, some of which may stay where they are; groups that nothing is sent to get zeros."""
         inner = self.schedule.layout.inner
         devices = [(a * inner + i, b * inner + i) for a, b in pairs for i in range(inner)]
-        turn = self.turn % max(len(devices), 1)
         if all(a == b for a, b in devices):
             stays = [a for a, _ in pairs]
             return x * jnp.isin(self.group, jnp.array(stays, jnp.int32)).astype(x.dtype) if stays else jnp.zeros_like(x)
-        return permute(x, self.axis, devices[turn:] + devices[:turn])
+        return permute(x, self.axis, devices[1:] + devices[:1] if self.again else devices)
 
     def open(self, parts: Parts) -> Parts:
         return parts
@@ -60,7 +59,8 @@ class Travelling:
         ring = self.schedule.layout.ring
         up = [(a, a + 1) for a in range(ring - 1)]
         if not self.schedule.folded:
-            return self._send(x, up + [(ring - 1, 0)] if round_again else up)
+            return self._send(x, up + [(ring - 1, 0)] if round_again or self.again else up)
+        up += [(ring - 1, 0)] if self.again else []  # not looked at
         early, late = self._send(x[0], up), self._send(x[1], [(b, a) for a, b in up])
         late = jnp.where(self.group == ring - 1, x[0], late)  # the turn: the last group's early chunk is followed by its late one
         early = jnp.where(self.group == 0, x[1], early) if round_again else early
@@ -105,7 +105,7 @@ class Gathered:
     schedule: Schedule
     axis: str
     group: jax.Array
-    turn: int = 0
+    again: bool = False
 
     def open(self, parts: Parts) -> Parts:
         """[slots, B, C, ...] -> [ring · slots, B, C, ...], by place."""
