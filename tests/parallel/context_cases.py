@@ -46,6 +46,7 @@ class Case:
     ulysses: int = 2
     length: int = 32
     segments: tuple[tuple[int, ...], ...] | None = None
+    platform: str = "cpu"
 
     def __str__(self) -> str:
         return "-".join(str(getattr(self, name)) for name in CHOICES)
@@ -127,6 +128,7 @@ def compiled(case: Case):
                 scale=SCALE,
                 softcap=1.5 if case.extra == "softcap" else None,
                 block=case.block,
+                platform=case.platform,
                 **marks,
             )
 

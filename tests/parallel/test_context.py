@@ -2,12 +2,16 @@
 
 import dataclasses
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from jaxpar.parallel.context import blocks, schedule, sources
+from jaxpar.ops import blockwise
+from jaxpar.ops.tiles import Marks, Masking
+from jaxpar.parallel import context
+from jaxpar.parallel.context import blocks, kernels, schedule, sources
 from jaxpar.parallel.context.layout import Layout
 from tests.parallel.context_cases import CHOICES, TOLERANCE, Case, autodiff, compiled, drawn, gap, inputs, ours, right, sink_logits
 
@@ -108,6 +112,35 @@ def test_rows_that_see_nothing(method, extra):
     *found, _ = compiled(case)(given, sink_logits(case))
     for x in found:
         assert np.isfinite(x).all() and (x[blind] == 0).all() and (x[~blind] != 0).any()
+
+
+def by_index(causal, window, scale, q, k):
+    """What cuDNN sees of a block: the order of the arrays, nothing else."""
+    index = jnp.broadcast_to(jnp.arange(q.shape[1], dtype=jnp.int32), q.shape[:2])
+    return Masking(scale=scale, causal=causal, window=window), Marks(index, index)
+
+
+@pytest.mark.parametrize("mask", ["causal", "window 13", "full"])
+@pytest.mark.parametrize("layout", CHOICES["layout"])
+def test_blocks_for_cudnn(layout, mask, monkeypatch):
+    """The blocks handed to cuDNN mean the same when the kernel knows no positions: a float64 stand-in with its contract."""
+    taken = []
+
+    def forward(causal, window, scale, q, k, v):
+        taken.append((causal, window))
+        masking, marks = by_index(causal, window, scale, q, k)
+        return blockwise.block_forward(masking, q, k, v, marks)
+
+    def backward(causal, window, scale, q, k, v, o, lse, do):
+        masking, marks = by_index(causal, window, scale, q, k)
+        return blockwise.block_backward(masking, q, k, v, o, lse, do, marks)
+
+    monkeypatch.setattr(kernels.cudnn, "block_forward", forward)
+    monkeypatch.setattr(kernels.cudnn, "block_backward", backward)
+    monkeypatch.setattr(context, "cudnn_covers", lambda *_, **__: None)
+    case = Case(layout=layout, mask=mask, kv_heads=1, platform="gpu")
+    assert gap(compiled.__wrapped__(case)(inputs(case), None), right(case)) < TOLERANCE
+    assert bool(taken) == ((layout, mask) != ("striped", "window 13"))
 
 
 # ---- negative controls: programs that are wrong and run

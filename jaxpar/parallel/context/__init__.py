@@ -4,6 +4,7 @@
     schedule.py  which blocks of queries and keys meet at which step, and how they see each other
     sources.py   how keys come and their gradients go: round a ring, or by one gather
     blocks.py    the walk over the steps, forward and backward
+    kernels.py   what a step computes: blockwise XLA, or cuDNN where it covers a block
     exchange.py  Ulysses: tokens against heads
 
 B batch, S tokens of this device, N query heads, K key/value heads, H head width, W value width, n devices along the axis.
@@ -31,8 +32,9 @@ from jaxpar.ops.cudnn import cudnn_covers
 from jaxpar.ops.tiles import Marks
 from jaxpar.parallel.collectives import all_gather, axis_index, axis_size, vary_like
 from jaxpar.parallel.context import exchange
-from jaxpar.parallel.context.blocks import Row, Settings, attend
-from jaxpar.parallel.context.layout import layout
+from jaxpar.parallel.context.blocks import attend
+from jaxpar.parallel.context.kernels import Row, Settings
+from jaxpar.parallel.context.layout import STRIPED, layout
 from jaxpar.parallel.context.schedule import Schedule
 from jaxpar.rules import check_ulysses
 
@@ -116,7 +118,9 @@ def attention(
     masking = row_masking(q, causal, int(window) if known else 0, scale, softcap, block, platform)
     ordered = causal and prefix is None
     schedule = Schedule(layout=over, masking=masking, shard=row // over.ring, ordered=ordered, traced=not known)
-    gap = cudnn_covers(q, k, v, causal=causal, ordered=schedule.ordered, packed=segments is not None, window=window, softcap=softcap)
+    gap = cudnn_covers(q, k, v, causal=causal, ordered=ordered, packed=segments is not None, window=window, softcap=softcap)
+    if gap is None and over.name == STRIPED and window:
+        gap = "a window under the striped layout"
     if implementation == "cudnn" and (gap or platform != "gpu"):
         raise ValueError(f"train.attention: cudnn does not cover {gap or f'platform {platform}'}; use auto or blockwise")
     cudnn = gap is None and platform == "gpu" and implementation != "blockwise"

@@ -12,41 +12,21 @@ Source: Liu et al., "Ring Attention with Blockwise Transformers" (2023); log-sum
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxpar.ops import blockwise, cudnn
-from jaxpar.ops.tiles import Marks
 from jaxpar.parallel.collectives import axis_index
-from jaxpar.parallel.context.schedule import BEHIND, OWN, Call, Schedule, Slot, Span
+from jaxpar.parallel.context.kernels import Kernels, Row, Settings
+from jaxpar.parallel.context.schedule import Call, Slot, Span
 from jaxpar.parallel.context.sources import Gathered, Parts, Travelling
 
 Source = Travelling | Gathered
-
-
-class Row(NamedTuple):
-    """What every device knows of the whole row, in laid-out order: segments [B, ring · S], the keys that all queries see (prefix), both or
-    either None; and a window that is known at run time."""
-
-    segments: jax.Array | None
-    prefix: jax.Array | None
-    window: jax.Array | None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Settings:
-    """`method` is ring or gather; `cudnn` uses cuDNN for the kinds of blocks it can do."""
-
-    schedule: Schedule
-    method: str
-    axis: str
-    cudnn: bool
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -62,14 +42,15 @@ def _attend_forward(settings: Settings, q: jax.Array, k: jax.Array, v: jax.Array
 
 
 class _Walk:
-    """What forward and backward share: the source of keys, the steps, and the kernel on blocks."""
+    """What forward and backward share: the source of keys, the steps, and the kernels on blocks."""
 
     def __init__(self, settings: Settings, row: Row, batch: int, again: bool = False) -> None:
-        self.settings, self.schedule, self.row, self.batch = settings, settings.schedule, row, batch
+        self.schedule, self.batch = settings.schedule, batch
         device = axis_index(settings.axis).astype(jnp.int32)
         self.group = device // self.schedule.layout.inner
         source = Gathered if settings.method == "gather" else Travelling
         self.source: Source = source(schedule=self.schedule, axis=settings.axis, group=self.group, again=again)
+        self.kernels = Kernels(settings, row, self.group, batch)
 
     def chunks(self, x_BS: jax.Array) -> jax.Array:
         """[B, S, ...] -> [slots, B, C, ...]"""
@@ -103,50 +84,6 @@ class _Walk:
                 carry = body(carry, self.source.here(state, span.last), span, span.last)
         return carry
 
-    def marks(self, call: Call, step: Any) -> Marks:
-        """Indices, segments and prefix of the stacked blocks of a call."""
-        schedule, slots = self.schedule, self.schedule.slots
-        places = schedule.places(step, self.group)
-
-        def of_keys(slot: Slot) -> jax.Array:
-            return places[slot] if isinstance(slot, int) else jnp.stack(places)[slot]
-
-        q_places = [self.group * slots + q_slot for q_slot, _ in call.pairs]
-        k_places = [of_keys(k_slot) for _, k_slot in call.pairs]
-
-        def index(places: list[jax.Array]) -> jax.Array:
-            each = [jnp.broadcast_to(schedule.indices(place), (self.batch, schedule.size)) for place in places]
-            return jnp.concatenate(each)
-
-        def picked(x_BS: jax.Array | None, places: list[jax.Array]) -> jax.Array | None:
-            if x_BS is None:
-                return None
-            chunks = x_BS.reshape(self.batch, -1, schedule.size)
-            return jnp.concatenate([lax.dynamic_index_in_dim(chunks, place, 1, keepdims=False) for place in places])
-
-        segments, prefix, window = self.row
-        return Marks(
-            index(q_places), index(k_places), picked(segments, q_places), picked(segments, k_places), window, picked(prefix, k_places)
-        )
-
-    def on_cudnn(self, kind: str) -> bool:
-        return self.settings.cudnn and kind in (OWN, BEHIND)
-
-    def block_forward(self, call: Call, step: Any, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """(o, log-sum-exp) of the stacked blocks of a call over their own keys only."""
-        masking = self.schedule.block(call.kind, step)
-        if self.on_cudnn(call.kind):
-            return cudnn.block_forward(masking.causal, masking.window, masking.scale, q, k, v)
-        return blockwise.block_forward(masking, q, k, v, self.marks(call, step))
-
-    def block_backward(self, call: Call, step: Any, q: jax.Array, k: jax.Array, v: jax.Array, outputs: Parts) -> Parts:
-        """(dq, dk, dv) of those blocks, given o, log-sum-exp (both over all keys) and do."""
-        o, lse, do = outputs
-        masking = self.schedule.block(call.kind, step)
-        if self.on_cudnn(call.kind):
-            return cudnn.block_backward(masking.causal, masking.window, masking.scale, q, k, v, o, lse, do)
-        return blockwise.block_backward(masking, q, k, v, o, lse, do, self.marks(call, step))
-
 
 def _stack(x: jax.Array, slots: list[Slot]) -> jax.Array:
     """Chosen chunks of [slots, B, ...], along the batch."""
@@ -168,7 +105,7 @@ def _forward(settings: Settings, q: jax.Array, k: jax.Array, v: jax.Array, sinks
 
     def meet(total: tuple, keys: Parts, call: Call, step: Any, checked: bool) -> tuple:
         q_slots, k_slots = [a for a, _ in call.pairs], [b for _, b in call.pairs]
-        o_new, lse_new = walk.block_forward(call, step, _stack(q_chunks, q_slots), *(_stack(x, k_slots) for x in keys))
+        o_new, lse_new = walk.kernels.forward(call, step, _stack(q_chunks, q_slots), *(_stack(x, k_slots) for x in keys))
         for slot, o_one, lse_one in zip(q_slots, jnp.split(o_new, len(q_slots)), jnp.split(lse_new, len(q_slots)), strict=True):
             valid = schedule.valid(step, walk.group, slot) if checked else None
             lse_one = lse_one if valid is None else jnp.where(valid, lse_one, -jnp.inf)
@@ -222,7 +159,7 @@ def _attend_backward(settings: Settings, residuals: tuple, do: jax.Array) -> tup
         q_slots, k_slots = [a for a, _ in call.pairs], [b for _, b in call.pairs]
         queries, *outputs = (_stack(x, q_slots) for x in q_side)
         k_stacked, v_stacked = (_stack(x, k_slots) for x in keys)
-        found = walk.block_backward(call, step, queries, k_stacked, v_stacked, tuple(outputs))
+        found = walk.kernels.backward(call, step, queries, k_stacked, v_stacked, tuple(outputs))
         shares = tuple(jnp.zeros_like(x) for x in keys)
         for (q_slot, k_slot), *one in zip(call.pairs, *(jnp.split(x, len(q_slots)) for x in found), strict=True):
             valid = schedule.valid(step, walk.group, q_slot) if checked else None

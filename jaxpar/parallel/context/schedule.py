@@ -5,10 +5,10 @@ under a window goes another way (`folded`): early chunks move up and late ones d
 chunks before it, so that the walk ends with the window. Blocks masked on every device are in no step.
 
     own       the same tokens: causal by index
-    behind    keys before all queries: everything is visible
+    behind    keys before all queries, or full attention: everything is visible
     partial   keys before all queries, the furthest hidden by a window
     striped   every ring-th token of both: causal by index, strictly so for half of the groups
-    masked    only the arrays know: full attention, a prefix, windows that are known at run time
+    masked    only the arrays know: a prefix, windows that are known at run time
 """
 
 from __future__ import annotations
@@ -90,12 +90,17 @@ class Schedule:
         """Whether a walk up the axis ends at its last group: no query there sees keys that came round."""
         return self.ordered and (self.folded or (self.slots == 1 and self.layout.name != STRIPED))
 
+    @property
+    def unordered(self) -> str:
+        """The kind of every block where order decides nothing, or not everything (a prefix)."""
+        return MASKED if self.masking.causal else BEHIND
+
     def spans(self) -> list[Span]:
         """Steps 1 to `steps`, those with equal calls together."""
         if not self.steps:
             return []
         if not self.ordered:
-            return [Span(1, self.steps, MASKED)]
+            return [Span(1, self.steps, self.unordered)]
         if self.layout.name == STRIPED:
             return [Span(1, self.steps, STRIPES)]
         if self.traced or (self.masking.window and self.slots == 2 and not self.folded):
@@ -109,7 +114,7 @@ class Schedule:
     def first(self) -> tuple[Call, ...]:
         """What step 0 computes, on this device's own keys."""
         if not self.ordered:
-            return (Call(MASKED, ((0, 0),)),)
+            return (Call(self.unordered, ((0, 0),)),)
         if self.layout.name == STRIPED:
             return (Call(STRIPES, ((0, 0),)),)
         own = Call(OWN, tuple((slot, slot) for slot in range(self.slots)))
