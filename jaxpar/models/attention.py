@@ -20,6 +20,7 @@ from jaxpar.ops.attention import attention
 from jaxpar.ops.norm import rms_norm
 from jaxpar.ops.rope import frequencies, rotate
 from jaxpar.parallel import context as context_parallel
+from jaxpar.parallel.context.cache import attend_cached
 from jaxpar.parallel.sequence import Boundary, Replicated
 from jaxpar.parallel.tensor import column_linear, own_kv_heads, row_linear
 
@@ -56,26 +57,22 @@ class Attention(nnx.Module):
         A batch without `segments` promises one document a row and no padding. Within a document positions grow by one with the index.
         Where `seq` splits rows, `segments_row` may hold those of the whole row, gathered once for all layers."""
         q_BSNH, k_BSKH, v_BSKH = self.project(self.boundary.enter(x_BSD), context.batch["positions"])
-        o_BSNH = context_parallel.attention(
-            q_BSNH,
-            k_BSKH,
-            v_BSKH,
-            context=self.options.context,
-            segments_BS=context.batch.get("segments_row", context.batch.get("segments")),
-            implementation=self.options.attention,
-            **self.scores(context),
-        )
-        return row_linear(o_BSNH, value(self.output), self.boundary, value(self.output_bias))
+        return self.out(self.over_row(q_BSNH, k_BSKH, v_BSKH, context))
 
     def cached(self, x_BSD: jax.Array, context: Context, cache: Cache) -> tuple[jax.Array, Cache]:
         """The same for S new tokens of sequences whose earlier ones are in the cache: a whole prompt, or one token.
 
         cache: `key` and `value` [B, M, K_tensor, H], equal or varying over `tensor` as the heads are. A new token is written at its
         position; tokens of segment 0 (padding, on either side) are not written. Real tokens have segment 1. Only for `Replicated`.
+
+        Where `seq` splits the cache, `context.batch["slots"]` [M] are the positions of this device's slots; a prompt's tokens lie in the
+        first of them, and one new token is on every device.
         """
         assert isinstance(self.boundary, Replicated), "a key/value cache needs all tokens on each device"
         positions_BS, segments_BS = context.batch["positions"], context.batch["segments"]
         q_BSNH, k_BSKH, v_BSKH = self.project(self.boundary.enter(x_BSD), positions_BS)
+        if "slots" in context.batch:
+            return self.cached_in_parts(q_BSNH, k_BSKH, v_BSKH, context, cache)
         rows, length = cache["key"].shape[:2]
         row_B1 = jnp.arange(rows, dtype=jnp.int32)[:, None]
         slot_BS = jnp.where(segments_BS > 0, positions_BS, length)  # out of range, hence dropped
@@ -97,7 +94,43 @@ class Attention(nnx.Module):
             implementation=self.options.attention,
             **self.scores(context),
         )
-        return row_linear(o_BSNH, value(self.output), self.boundary, value(self.output_bias)), cache
+        return self.out(o_BSNH), cache
+
+    def cached_in_parts(
+        self, q_BSNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, context: Context, cache: Cache
+    ) -> tuple[jax.Array, Cache]:
+        """`cached` with a cache that `seq` splits. A prompt sends what training does, a new token what `attend_cached` does."""
+        new, tokens = {"key": k_BSKH, "value": v_BSKH}, q_BSNH.shape[1]
+        if tokens > 1:
+            cache = {name: old.at[:, :tokens].set(new[name].astype(old.dtype)) for name, old in cache.items()}
+            return self.out(self.over_row(q_BSNH, k_BSKH, v_BSKH, context)), cache
+        positions_BS, segments_BS, slots_M = (context.batch[name] for name in ("positions", "segments", "slots"))
+        mine_BM = (slots_M == positions_BS) & (segments_BS > 0)
+        cache = {name: jnp.where(mine_BM[..., None, None], new[name].astype(old.dtype), old) for name, old in cache.items()}
+        slots_BM = jnp.broadcast_to(slots_M, mine_BM.shape)
+        marks = {
+            "q_positions_BS": positions_BS,
+            "k_positions_BS": slots_BM,
+            "q_segments_BS": segments_BS,
+            "k_segments_BS": jnp.ones_like(slots_BM),
+        }
+        return self.out(attend_cached(q_BSNH, cache["key"], cache["value"], marks, self.scores(context))), cache
+
+    def over_row(self, q_BSNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, context: Context) -> jax.Array:
+        """Attention of the tokens of a row, which `seq` may split, to one another."""
+        return context_parallel.attention(
+            q_BSNH,
+            k_BSKH,
+            v_BSKH,
+            context=self.options.context,
+            segments_BS=context.batch.get("segments_row", context.batch.get("segments")),
+            implementation=self.options.attention,
+            **self.scores(context),
+        )
+
+    def out(self, o_BSNH: jax.Array) -> jax.Array:
+        """The output projection: [B, S, N_tensor, H] -> y as it lies between blocks."""
+        return row_linear(o_BSNH, value(self.output), self.boundary, value(self.output_bias))
 
     def project(self, x_BSD: jax.Array, positions_BS: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """x[B, S, D] -> q[B, S, N_tensor, H], k and v[B, S, K_tensor, H], norms and rope applied.
