@@ -18,8 +18,9 @@ from tests.ops import dense
 
 TOLERANCE = 1e-11
 SCALE = 0.7
-# Programs of a few tokens: XLA's fusion emitters would take four times as long to compile them, and compute the same.
-OPTIONS = {"xla_cpu_use_fusion_emitters": False, "xla_cpu_parallel_codegen_split_count": 1}
+# Programs of a few tokens: XLA's fusion emitters (an option until jax 0.11) would take four times as long to compile them, and compute the
+# same.
+OPTIONS = {"xla_cpu_parallel_codegen_split_count": 1} | ({"xla_cpu_use_fusion_emitters": False} if jax.__version_info__ < (0, 11) else {})
 
 CHOICES = {
     "method": ("ring", "ulysses", "gather", "usp"),
