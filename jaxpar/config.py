@@ -268,7 +268,8 @@ class TrainConfig:
     `zero` 0 replicates, 1 shards optimizer state and masters, 2 also gradients, 3 also parameters. `remat` names a policy of
     `jaxpar/parallel/remat.py`. `interleave` cuts the local batch of a microbatch in that many parts inside one layer body.
     `matmul_precision` is JAX's: with float32 compute, GPUs multiply in TF32 unless it is `highest`.
-    `loss_chunk` is the tokens whose logits exist at once, `attention_block` the queries and keys of one attention tile.
+    `loss_chunk` is the tokens whose logits exist at once, `mlp_chunk` those of a row whose hidden values of the MLP do (0: all; else they
+    are computed again in the backward, whatever `remat` says), `attention_block` the queries and keys of one attention tile.
     `cpu_devices` is how many devices to simulate where JAX runs on CPU, over all processes; absent, or where XLA_FLAGS says how many,
     nothing is changed.
     """
@@ -288,6 +289,7 @@ class TrainConfig:
     attention: str = "auto"
     attention_block: int = 512
     loss_chunk: int = 1024
+    mlp_chunk: int = 0
     z_loss: float = 0.0
     seed: int = 0
     cpu_devices: int | None = None
@@ -295,6 +297,7 @@ class TrainConfig:
     def __post_init__(self) -> None:
         for name in ("steps", "batch", "accumulation", "interleave", "attention_block", "loss_chunk"):
             require(getattr(self, name) >= 1, f"train.{name}: {getattr(self, name)} must be at least 1")
+        require(self.mlp_chunk >= 0, f"train.mlp_chunk: {self.mlp_chunk} must be at least 1 token, or 0 for all at once")
         one_of("train.zero", self.zero, (0, 1, 2, 3))
         for name in ("compute_dtype", "master_dtype", "reduce_dtype"):
             one_of(f"train.{name}", getattr(self, name), ("bfloat16", "float32", "float64"))

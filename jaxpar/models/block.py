@@ -45,7 +45,7 @@ class Block(nnx.Module):
         self.attention_norm = Norm(config)
         self.attention = Attention(config, boundary, options)
         self.mlp_norm = Norm(config)
-        self.mlp = MLP(config, boundary)
+        self.mlp = MLP(config, boundary, options)
 
     def __call__(self, x_BSD: jax.Array, context: Context) -> jax.Array:
         """x as it lies between blocks -> y likewise. Sends two `enter` and two `leave`."""

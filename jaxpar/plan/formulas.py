@@ -272,7 +272,8 @@ def saved_bytes(config: Config) -> int | None:
     model, train, t, (b, s) = config.model, config.train, config.mesh.tensor, microbatch(config)
     tokens, size, wide = b * s, _itemsize(train.compute_dtype), _itemsize(_scalar_dtype(config))
     between = tokens * model.width // token_shards(config)
-    heads, kv_heads, hidden = model.heads // t, max(model.kv_heads // t, 1), model.mlp_width // t
+    heads, kv_heads = model.heads // t, max(model.kv_heads // t, 1)
+    hidden = 0 if 0 < train.mlp_chunk < s else model.mlp_width // t
     attention = size * tokens * heads * model.head_width + wide * tokens * heads
     outputs = size * tokens * ((heads + 2 * kv_heads) * model.head_width + 2 * hidden) + size * between
     inputs = size * (2 * between + tokens * hidden)

@@ -157,7 +157,9 @@ class Gradients:
         reduce: Callable[[Tree], Tree] | None = None
         if train.zero >= 2:
             reduce = lambda grads: zero.scatter_layer(grads, places, train.reduce_dtype)  # noqa: E731
-        return LayerStack(self.functions.block, remat.policy(train.remat), gather, reduce, parts=train.interleave)
+        # the backward of a chunked MLP stays one loop: cut in two, it would keep the hidden values of all tokens in between
+        fused = train.mlp_chunk > 0
+        return LayerStack(self.functions.block, remat.policy(train.remat), gather, reduce, parts=train.interleave, fused_loops=fused)
 
     def context(self, key: jax.Array, batch: dict[str, jax.Array]) -> Context:
         """What blocks read beside weights and activations, of one microbatch [sequence, token]."""
