@@ -73,8 +73,10 @@ def svg(panels: Sequence[tuple[str, Schedule]], cell: int = 15) -> str:
             if seen:
                 parts.append(f'<text x="{x + cell / 2 - 0.5}" y="{y + cell - 4}" text-anchor="middle" fill="white">{met[i, j]}</text>')
         work_of = work(of)
-        note = f"{of.steps} sends; work a device {', '.join(map(str, work_of))}; max/mean {work_of.max() / work_of.mean():.2f}"
-        parts.append(f'<text x="{left}" y="{40 + length * cell}" font-size="11">{note}</text>')
-        left, height = left + length * cell + 40, max(height, 52 + length * cell)
+        ratio = work_of.max() / work_of.mean()
+        notes = (f"{of.steps} sends; work of devices, max/mean {ratio:.2f}", f"pairs of each: {', '.join(map(str, work_of))}")
+        for line, note in enumerate(notes):
+            parts.append(f'<text x="{left}" y="{40 + length * cell + 14 * line}" font-size="11">{note}</text>')
+        left, height = left + length * cell + 40, max(height, 66 + length * cell)
     head = f'<svg xmlns="http://www.w3.org/2000/svg" width="{left}" height="{height}" font-family="sans-serif" font-size="10">'
     return "\n".join([head, '<rect width="100%" height="100%" fill="white"/>', *parts, "</svg>", ""])
