@@ -62,7 +62,7 @@ COMPILED = {
     "usp": step(zero=0, method="usp"),
     "gather": step(zero=0, method="gather", layout="striped"),
 }
-QUICK = ("ring", "usp")
+QUICK = ("usp",)
 
 
 @pytest.mark.parametrize("name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in COMPILED])

@@ -19,9 +19,9 @@ ROWS = {
     "gather striped, ZeRO-2, accumulation": ("gather", "striped", {"seq": 4, "tensor": 2, "zero": 2, "accumulation": 2}),
     "usp, ZeRO-3, interleaved": ("usp", "zigzag", {"seq": 4, "data": 2, "zero": 3, "interleave": 2}),
     "ulysses, no sequence parallelism": ("ulysses", "contiguous", {"seq": 2, "tensor": 2, "zero": 0, "sequence_parallel": False}),
-    "ring contiguous, remat block": ("ring", "contiguous", {"seq": 8, "zero": 1, "remat": "block"}),
 }
 MORE = {
+    "ring contiguous, remat block": ("ring", "contiguous", {"seq": 8, "zero": 1, "remat": "block"}),
     "remat none": ("ring", "zigzag", {"seq": 4, "tensor": 2, "zero": 1, "remat": "none"}),
     "remat outputs": ("usp", "striped", {"seq": 4, "tensor": 2, "zero": 3, "remat": "outputs"}),
     "remat attention": ("gather", "zigzag", {"seq": 4, "data": 2, "zero": 3, "remat": "attention"}),

@@ -13,7 +13,7 @@ from tests.train import tiny
 MESHES = (
     {},
     {"mesh.data": 2, "mesh.tensor": 4, "train.zero": 3, "train.accumulation": 2},
-    {"mesh.data": 1, "mesh.tensor": 1, "train.zero": 0},
+    {"mesh.data": 1, "mesh.seq": 4, "mesh.tensor": 1, "train.zero": 0},
 )
 
 
