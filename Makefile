@@ -3,7 +3,8 @@
 #   make test       default tests        make test-slow   the long ones        make test-all   both
 #   make venv-torch adds torch and transformers      make test-bridge   default tests of the bridge, which need them
 #   make lint       ruff, types, import arrows
-#   make bench      the numbers of the README's table
+#   make test-gpu-compile   compile for GPUs with JAX's CUDA plugin, in an environment of its own; needs no GPU
+#   make bench      the numbers of the README's table        make bench-bridge   those of docs/bridge.md
 #   make venv       the environment alone
 
 VENV := .venv
@@ -19,7 +20,7 @@ TORCH_STAMP := $(VENV)/.installed-torch
 # Where else pip may look for torch, such as an index of builds without CUDA.
 TORCH_INDEX :=
 
-.PHONY: venv venv-torch demo test test-bridge test-slow test-all bench lint format clean
+.PHONY: venv venv-torch demo test test-bridge test-slow test-all test-gpu-compile bench bench-bridge lint format clean
 
 venv: $(STAMP)
 
@@ -55,8 +56,16 @@ test-slow: venv
 test-all: venv
 	$(BIN)/python -m pytest -q -n $(WORKERS)
 
+# The plugin is half a gigabyte of wheels: an environment of its own. CPU is the platform, whatever the machine has.
+test-gpu-compile:
+	$(MAKE) venv VENV=.venvgpu CONSTRAINTS=constraints-cuda.txt EXTRA=test,cuda
+	JAX_PLATFORMS=cpu .venvgpu/bin/python -m pytest -q -n $(WORKERS) --dist loadfile -m gpu_compile tests/plan
+
 bench: venv
 	$(BIN)/python scripts/bench.py
+
+bench-bridge: venv-torch
+	$(BIN)/python scripts/bench_bridge.py
 
 lint: venv
 	$(BIN)/ruff check .
@@ -69,4 +78,4 @@ format: venv
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf .venv .venv312 .jax_cache .mypy_cache .ruff_cache .import_linter_cache .pytest_cache .hypothesis *.egg-info
+	rm -rf .venv .venv312 .venvgpu .jax_cache .mypy_cache .ruff_cache .import_linter_cache .pytest_cache .hypothesis *.egg-info

@@ -3,6 +3,7 @@
     jaxpar train RUN.yaml [--set a.b=c]...       train, or resume where the checkpoint folder has something to resume
     jaxpar generate CKPT --prompt "Once" ...     text from a checkpoint
     jaxpar tokenize RUN.yaml FOLDER              the run's text as a folder of tokens, for data.source: tokens
+    jaxpar compile RUN.yaml [--gpu h100]...      memory, traffic, work and time on a GPU cluster, with no GPU
     jaxpar params RUN.yaml [--set a.b=c]...      every parameter: shape, place on the mesh, ZeRO placement, count
 
 What a user got wrong is one line on stderr and exit code 2; `--traceback` shows where it came from.
@@ -11,13 +12,17 @@ What a user got wrong is one line on stderr and exit code 2; `--traceback` shows
 from __future__ import annotations
 
 import argparse
+import math
+import os
 import sys
 import traceback
 from collections.abc import Sequence
 from typing import NoReturn
 
+import jax
+
 import jaxpar
-from jaxpar import configfile, distributed, params, rules
+from jaxpar import configfile, distributed, gpu, params, rules
 
 
 class _Parser(argparse.ArgumentParser):
@@ -44,6 +49,21 @@ def parser() -> argparse.ArgumentParser:
     tokens.add_argument("folder", metavar="FOLDER", help="a folder to make, for data.source: tokens")
     tokens.set_defaults(call=_tokenize)
 
+    compiled = commands.add_parser(
+        "compile", parents=[run_file, errors], help="compile the training step for GPUs and report, with no GPU present", allow_abbrev=False
+    )
+    compiled.add_argument("--gpu", default="h100", metavar="NAME", help="a file of configs/hardware, or a path to one (default h100)")
+    compiled.add_argument("--nodes", type=int, metavar="N", help="hosts (default: what the mesh needs)")
+    compiled.add_argument("--gpus-per-node", type=int, metavar="N", help="GPUs of a host (default 8)")
+    compiled.add_argument("--json", metavar="FILE", help="write the report as JSON, - for stdout")
+    compiled.add_argument("--hlo", metavar="FILE", help="write the compiled program's text")
+    compiled.add_argument("--trace", metavar="FILE", help="write the simulated step as a Chrome trace")
+    compiled.add_argument("--png", metavar="FILE", help="draw one layer of the simulated step")
+    compiled.add_argument(
+        "--knobs", action="store_true", help="compile alternatives as well, which is done anyway where the run does not fit"
+    )
+    compiled.set_defaults(call=_compile)
+
     table = commands.add_parser("params", parents=[run_file, errors], help="list the parameters of a run", allow_abbrev=False)
     table.set_defaults(call=_params)
 
@@ -65,10 +85,19 @@ def parser() -> argparse.ArgumentParser:
 
 def _train(args: argparse.Namespace) -> int:
     config = configfile.load(args.run, args.overrides)
+    gpu.reserve()
     distributed.start(config.train.cpu_devices)
     from jaxpar.train import loop
 
     return loop.train(config, until=args.until)
+
+
+def _compile(args: argparse.Namespace) -> int:
+    config = configfile.load(args.run, args.overrides)
+    jax.config.update("jax_platforms", "cpu")  # compiling needs the CUDA plugin and no GPU; one that is there stays free
+    from jaxpar.plan import command
+
+    return command.run(config, command.Request(**{name: getattr(args, name) for name in command.Request.__dataclass_fields__}))
 
 
 def _tokenize(args: argparse.Namespace) -> int:
@@ -84,8 +113,8 @@ def _generate(args: argparse.Namespace) -> int:
     mesh = configfile.parse_mesh(args.mesh)
     if args.tokens < 1:
         raise ValueError(f"--tokens: {args.tokens} must be at least 1")
-    if args.temperature < 0:
-        raise ValueError(f"--temperature: {args.temperature} must not be negative")
+    if not 0 <= args.temperature < math.inf:
+        raise ValueError(f"--temperature: {args.temperature} must be finite and not negative")
     if args.top_k is not None and args.top_k < 1:
         raise ValueError(f"--top-k: {args.top_k} must be at least 1")
     if args.top_p is not None and not 0 < args.top_p <= 1:
@@ -146,7 +175,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         args = parser().parse_args(arguments)
-        return int(args.call(args) or 0)
+        code = int(args.call(args) or 0)
+        sys.stdout.flush()  # a reader that has gone shows here rather than at exit
+        return code
+    except BrokenPipeError:  # as of `jaxpar params … | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except KeyboardInterrupt:
+        print("jaxpar: interrupted", file=sys.stderr)
+        return 130
     except (ValueError, OSError) as error:
         if "--traceback" in arguments:
             traceback.print_exc()

@@ -6,6 +6,7 @@
       data        DataConfig                        where tokens come from
       optimizer   OptimizerConfig                   update rule and learning-rate schedule
       train       TrainConfig, with ContextConfig   steps, batch, ZeRO level, precision, recomputation, how `seq` shares attention
+      gpu         GpuConfig                         compiler options on GPUs
       checkpoint  CheckpointConfig                  where, how often, how many
       log         LogConfig                         progress and metrics
 
@@ -95,6 +96,7 @@ class RopeConfig:
         if self.type == "dynamic":
             require(self.static_length is not None, "model.rope.static_length: dynamic rope needs the length to assume, in tokens")
         low, high = self.low_frequency_factor, self.high_frequency_factor
+        require(self.type != "llama3" or low > 0, f"model.rope.low_frequency_factor: {low} must be positive")
         require(self.type != "llama3" or high > low, f"model.rope.high_frequency_factor: {high} must exceed low_frequency_factor {low}")
 
     @property
@@ -314,6 +316,21 @@ class TrainConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class GpuConfig:
+    """`flags` are XLA options for the training step on GPUs, "name=value", over those of `jaxpar/gpu.py`."""
+
+    flags: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for text in self.flags:
+            name, equals, value = text.partition("=")
+            require(
+                name.startswith("xla_") and equals == "=" and value != "",
+                f"gpu.flags: {text!r} is not of the form xla_gpu_some_flag=value",
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
     """`folder` None keeps no checkpoints. `every` is in steps; the last step is always saved."""
 
@@ -346,5 +363,6 @@ class Config:
     data: DataConfig = field(default_factory=DataConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+    gpu: GpuConfig = field(default_factory=GpuConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)

@@ -87,6 +87,11 @@ def _read(path: Path) -> Raw:
     return raw
 
 
+def read_mapping(path: Path) -> Raw:
+    """The keys of a YAML file, read as strictly as a run file. OSError where it cannot be read, ValueError where it is not YAML."""
+    return _read(path)
+
+
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """The configuration of a run file, with `overrides` such as "train.steps=20" on top; values are YAML.
 

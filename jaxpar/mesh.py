@@ -32,7 +32,7 @@ BATCH = (DATA, EXPERT)
 REPLICA = (DATA, EXPERT, SEQ)
 
 
-def _host(device: Any) -> tuple[int, int]:
+def host_of(device: Any) -> tuple[int, int]:
     """(slice, process): devices with the same pair share a host and its fast links. A platform without slices has only slice 0."""
     return getattr(device, "slice_index", None) or 0, device.process_index
 
@@ -46,13 +46,13 @@ def order_devices(devices: Iterable[Any], shape: MeshShape) -> np.ndarray:
     Returns an object array over AXES: [pipe, data, expert, seq, tensor].
     Raises ValueError when the sizes do not multiply to the number of devices.
     """
-    ordered = sorted(devices, key=lambda device: (*_host(device), device.id))
+    ordered = sorted(devices, key=lambda device: (*host_of(device), device.id))
     if len(ordered) != shape.devices:
         sizes = " × ".join(f"{axis} {getattr(shape, axis)}" for axis in AXES)
         raise ValueError(
             f"mesh: {sizes} = {shape.devices} devices, but there are {len(ordered)}; make the sizes multiply to {len(ordered)}"
         )
-    hosts = [list(group) for _, group in itertools.groupby(ordered, key=_host)]
+    hosts = [list(group) for _, group in itertools.groupby(ordered, key=host_of)]
     groups: list[list[Any]] = []
     leftover: list[Any] = []
     for host in hosts:
@@ -67,7 +67,7 @@ def order_devices(devices: Iterable[Any], shape: MeshShape) -> np.ndarray:
             f"{len(leftover) // shape.tensor} of {len(groups)} tensor groups span hosts and will be slow",
             stacklevel=2,
         )
-    groups.sort(key=lambda group: (*_host(group[0]), group[0].id))
+    groups.sort(key=lambda group: (*host_of(group[0]), group[0].id))
     placed = np.empty(len(ordered), dtype=object)
     placed[:] = list(itertools.chain.from_iterable(groups))
     return placed.reshape([getattr(shape, axis) for axis in AXES])
@@ -94,7 +94,7 @@ def explain(mesh: Mesh) -> dict[str, str]:
         if mesh.shape[axis] == 1:
             continue
         lines = np.moveaxis(mesh.devices, dim, -1).reshape(-1, mesh.shape[axis])
-        hosts = [{_host(device) for device in line} for line in lines]
+        hosts = [{host_of(device) for device in line} for line in lines]
         slices = [{slice_index for slice_index, _ in line} for line in hosts]
         if max(map(len, slices)) > 1:
             found[axis] = "between slices"

@@ -141,8 +141,10 @@ def varying_axes(parameter: Dims, spec: PartitionSpec, sequence_parallel: bool) 
 def zero_placement(parameter: Dims, spec: PartitionSpec, sizes: Mapping[str, int]) -> Placement | None:
     """The dim that ZeRO splits, and the axes it splits it over: all of REPLICA that `spec` does not name.
 
-    A dim that no axis splits yet comes first, the largest of them; else one that is split already. Never the layer dim of a stacked leaf:
-    layers must stay gatherable one by one. None when a single device holds it anyway, or for a norm or bias that no dim divides.
+    Best is a dim before which all are of size 1 on a device: a gather then puts blocks of memory one after another, and nothing is
+    transposed. Next a dim that no axis splits yet, the largest of them; else one that is split already. The table of an embedding prefers
+    its columns, which a lookup can read without the rest. Never the layer dim of a stacked leaf: layers must stay gatherable one by one.
+    None when a single device holds it anyway, or for a norm or bias that no dim divides.
     Raises ValueError for a matrix that does not divide, naming it, the devices and the numbers that work.
     """
     named = spec_axes(spec)
@@ -152,7 +154,10 @@ def zero_placement(parameter: Dims, spec: PartitionSpec, sizes: Mapping[str, int
         return None
     dims = list(range(1 if parameter.stacked else 0, len(parameter.shape)))
     local = {dim: parameter.shape[dim] // math.prod(sizes[axis] for axis in as_axes(spec[dim])) for dim in dims}
-    for dim in sorted(dims, key=lambda dim: (spec[dim] is not None, -parameter.shape[dim], dim)):
+    outermost = {dim for dim in dims if all(local[before] == 1 for before in dims if before < dim)}
+    if parameter.role == "embedding":
+        outermost = {dims[-1]}
+    for dim in sorted(dims, key=lambda dim: (dim not in outermost, spec[dim] is not None, -parameter.shape[dim], dim)):
         if local[dim] % ways == 0:
             return dim, axes
     if parameter.role in ("norm", "bias"):

@@ -42,7 +42,7 @@ def traffic() -> None:
     header = ("kind", "axes", "dtype", "operations", "kB", "compiled", "kB", "kB sent", "equal")
     for level in range(4):
         training = by_level(level)
-        rows = traffic_rows(formulas.compiled_traffic(training.config), measure(training).sent)
+        rows = traffic_rows(formulas.step_traffic(training.config), measure(training).sent)
         several = f"accumulation {training.config.train.accumulation}"
         print(table(f"Collectives of a step, formula and compiled: ZeRO-{level}, data 4 × tensor 2, {several}, float32", header, rows))
     print("kB: whole arrays. kB sent: by one device over a ring. XLA combines all-reduces, hence fewer operations.")

@@ -28,7 +28,7 @@ DEMO = str(CONFIGS / "runs" / "demo.yaml")
         (["generate", "x", "--prompt", "a", "--mesh", "data"], "--mesh data: not of the form data=2,tensor=2"),
         (["generate", "x", "--prompt", "a", "--tokens", "0"], "--tokens: 0 must be at least 1"),
         (["generate", "x", "--prompt", "a", "--top-k", "many"], "argument --top-k: invalid int value: 'many'"),
-        (["generate", "x", "--prompt", "a", "--temperature", "-1"], "--temperature: -1.0 must not be negative"),
+        (["generate", "x", "--prompt", "a", "--temperature", "-1"], "--temperature: -1.0 must be finite and not negative"),
     ],
 )
 def test_mistakes(argv, message, capsys):
@@ -61,7 +61,7 @@ def test_params_lists_every_parameter_with_its_place(capsys):
         "layers/attention/query",
         "4 × 8 × 16 × 128",
         "layers heads/tensor head_dim embed",
-        "embed/data",
+        "heads/data",
         "65,536",
     ]
     assert out.endswith("total 1,250,432\n")
@@ -71,3 +71,18 @@ def test_the_module_runs_as_a_program():
     command = [sys.executable, "-m", "jaxpar", "train", "gone.yaml"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=CONFIGS.parent)
     assert (done.returncode, done.stdout, done.stderr) == (2, "", "jaxpar: error: gone.yaml: No such file or directory\n")
+
+
+def test_a_reader_that_goes_away_is_no_error():
+    command = f"{sys.executable} -m jaxpar params {DEMO} | head -1; echo ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=120, cwd=CONFIGS.parent)
+    assert done.stdout.splitlines()[-1] == "0" and done.stderr == ""
+
+
+def test_an_interrupt_is_one_line(monkeypatch, capsys):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("jaxpar.configfile.load", interrupted)
+    assert main(["train", DEMO]) == 130
+    assert capsys.readouterr().err == "jaxpar: interrupted\n"

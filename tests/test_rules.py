@@ -79,8 +79,18 @@ def test_varying_axes():
 @pytest.mark.parametrize(
     "parameter, spec, mesh, placement, result",
     [
-        # The largest dim not split yet, and not the layers although 3 of them would divide.
-        (query(layers=4), P(None, "tensor", None, None), sizes(data=4, tensor=2), (3, REPLICA), P(None, "tensor", None, REPLICA)),
+        # The outermost dim, so that gathered blocks lie one after another; not the layers although they would divide.
+        (query(layers=4), P(None, "tensor", None, None), sizes(data=4, tensor=2), (1, REPLICA), P(None, ("tensor", *REPLICA), None, None)),
+        # It does not divide: the largest dim not split yet.
+        (query(6, layers=4), P(None, "tensor", None, None), sizes(data=4, tensor=2), (3, REPLICA), P(None, "tensor", None, REPLICA)),
+        # Columns of a table to look up.
+        (
+            Parameter((16, 8), ("vocabulary", "embed"), role="embedding"),
+            P("tensor", None),
+            sizes(data=4, tensor=2),
+            (1, REPLICA),
+            P("tensor", REPLICA),
+        ),
         # Nothing else divides by 4: the split dim, its own axis first.
         (
             Parameter((16, 6), ("heads", "head_dim")),

@@ -32,15 +32,14 @@ from jaxpar.train.checkpoint import Checkpoints, SavedCheckpoints, check_writabl
 from jaxpar.train.step import build_training
 from jaxpar.train.tokenizer import load_tokenizer
 from torch_bridge.arrays import ShardedView
-from torch_bridge.convert import MAX_SHARD_BYTES, Source, bindings, export_params, import_params, read_model
+from torch_bridge.convert import MAX_SHARD_BYTES, Source, bindings, dtype_name, export_params, import_params, read_model
 from torch_bridge.families import find_family, infer_family
-from torch_bridge.formats.huggingface import CONFIG, carried, whole_folder, write_json
+from torch_bridge.formats.huggingface import CONFIG, TOKENIZER, carried, check_free, copy_carried, whole_folder, write_json
 from torch_bridge.formats.safetensors import strict_json
 from torch_bridge.mapping import to_torch
 from torch_bridge.views import View
 
 BESIDE = "huggingface"
-TOKENIZER = "tokenizer.json"
 
 
 def default_run(source: Source) -> Config:
@@ -66,6 +65,7 @@ def import_folder(source: Source, out: str | Path, run: Config) -> Config:
     with AdamW. The folder appears whole, or not at all. Raises ValueError where `out` is not empty or `run` contradicts the model.
     """
     out = Path(out)
+    check_free(out)
     config = run_of(source, run, out)
     rules.check_run(config, config.mesh.devices)
     with whole_folder(out) as temporary:
@@ -78,8 +78,7 @@ def import_folder(source: Source, out: str | Path, run: Config) -> Config:
             checkpoints.save(0, state, configfile.dump(config))
         (temporary / "run.yaml").write_text(yaml.safe_dump(configfile.dump(config), sort_keys=False, allow_unicode=True), encoding="utf-8")
         (temporary / BESIDE).mkdir()
-        for file in (source.folder / CONFIG, *source.carried):
-            shutil.copyfile(file, temporary / BESIDE / file.name)
+        copy_carried((source.folder / CONFIG, *source.carried), temporary / BESIDE)
         if (source.folder / TOKENIZER).is_file():
             shutil.copyfile(source.folder / TOKENIZER, temporary / TOKENIZER)
     return config
@@ -99,6 +98,7 @@ class Saved:
 def read_checkpoint(folder: str | Path, step: int | None = None) -> Saved:
     """The parameters of a step, the latest unless named. Raises ValueError naming the folder or the step."""
     folder = Path(folder)
+    raw = _configuration_beside(folder)
     with SavedCheckpoints(folder) as saved:
         chosen = saved.latest() if step is None else step
         if chosen is None:
@@ -117,9 +117,26 @@ def read_checkpoint(folder: str | Path, step: int | None = None) -> Saved:
             return jax.ShapeDtypeStruct(parameter.shape, np.dtype(dtype), sharding=place)
 
         params = saved.restore_params(chosen, map_leaves(wanted, Decoder(config.model, padded).specs))
-    beside = folder / BESIDE / CONFIG
-    raw = strict_json(beside.read_bytes()) if beside.is_file() else {}
-    return Saved(folder, chosen, config, params, raw if isinstance(raw, dict) else {})
+    return Saved(folder, chosen, config, params, raw)
+
+
+def _configuration_beside(folder: Path) -> dict[str, Any]:
+    """The config.json that a checkpoint came with, empty where there is none. ValueError naming the file for one that was damaged since."""
+    path = folder / BESIDE / CONFIG
+    if not path.is_file():
+        return {}
+    try:
+        raw = strict_json(path.read_bytes())
+        if not isinstance(raw, dict):
+            raise ValueError("no object")
+        if raw.get("model_type") is not None:
+            find_family(raw["model_type"])
+        for key in ("dtype", "torch_dtype"):
+            if raw.get(key) is not None:
+                dtype_name(raw[key])
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}; put the config.json of the import there again") from None
+    return raw
 
 
 def export_checkpoint(
@@ -136,12 +153,17 @@ def export_checkpoint(
     `dtype`: default that of the folder it was imported from, else the masters'. `family`: default the one it was imported from, else the
     first that can hold the model. Raises ValueError naming what is wrong; nothing half-written stays.
     """
+    out = Path(out)
+    check_free(out)
+    if dtype is not None:
+        dtype = dtype_name(dtype)
+    if family is not None:
+        find_family(family)
     saved = read_checkpoint(folder, step)
     model, raw = saved.config.model, dict(saved.raw)
     family = family or raw.get("model_type") or infer_family(model).name
-    said = str(raw.get("dtype") or raw.get("torch_dtype") or "").removeprefix("torch.")
+    said = raw.get("dtype") or raw.get("torch_dtype")
     files = carried(saved.folder / BESIDE)
-    out = Path(out)
     with whole_folder(out) as temporary:
         if TOKENIZER in {file.name for file in files} or not (saved.folder / TOKENIZER).is_file():
             made: dict[str, Any] = {}
@@ -151,7 +173,7 @@ def export_checkpoint(
             saved.params,
             model,
             temporary / "model",
-            dtype or said or None,
+            dtype or said,
             family,
             max_shard_bytes,
             raw={**made, **raw},

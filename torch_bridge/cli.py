@@ -12,16 +12,18 @@ What a user got wrong is a report on stderr, one line a problem, and exit code 2
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 import math
 import os
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 import jax
 
-from jaxpar import configfile
+from jaxpar import configfile, distributed
 from torch_bridge.parity import command as parity_command
 
 
@@ -75,6 +77,17 @@ def _reading(args: argparse.Namespace) -> dict[str, Any]:
     return {"rope_length": args.rope_length, "ignore": args.ignore, "any_dtype": args.any_dtype}
 
 
+def _alone(environ: Mapping[str, str]) -> None:
+    """ValueError in one of several processes that a launcher started: each would do the whole and all write one folder."""
+    if "SLURM_PROCID" in environ and "SLURM_STEP_NUM_TASKS" not in environ:
+        return  # a batch script itself, before its srun
+    launch = None
+    with contextlib.suppress(ValueError):
+        launch = distributed.detect(environ)
+    if launch is not None and launch.processes > 1:
+        raise ValueError(f"torch-bridge is one process, and {launch.processes} were started: start it once (srun --ntasks=1)")
+
+
 def _on_host() -> None:
     """Files in, files out: host memory holds more than a device, which would only be passed through. JAX_PLATFORMS says otherwise."""
     if "JAX_PLATFORMS" not in os.environ:
@@ -107,13 +120,15 @@ def _import(args: argparse.Namespace) -> int:
     source = read_model(args.folder, **_reading(args))
     import_folder(source, args.out, default_run(source) if run is None else run)
     print(f"{args.out}: {source.family.name} of {inspection.parameters(source):,} parameters, step 0")
+    for note in inspection.tokenizer_notes(source):
+        print(f"note: {note}")
     print(f"train on: jaxpar train {args.out}/run.yaml")
     return 0
 
 
 def _export(args: argparse.Namespace) -> int:
-    if not args.shard_gigabytes > 0 or not math.isfinite(args.shard_gigabytes):
-        raise ValueError(f"--shard-gigabytes: {args.shard_gigabytes} must be positive")
+    if not args.shard_gigabytes > 0 or not math.isfinite(args.shard_gigabytes * 1e9):
+        raise ValueError(f"--shard-gigabytes: {args.shard_gigabytes} must be positive and finite")
     _on_host()
     from torch_bridge.checkpoints import export_checkpoint
 
@@ -130,8 +145,8 @@ def _export(args: argparse.Namespace) -> int:
 
 
 def _diff(args: argparse.Namespace) -> int:
-    if not args.tolerance >= 0:
-        raise ValueError(f"--tolerance: {args.tolerance} must not be negative")
+    if not 0 <= args.tolerance < math.inf:
+        raise ValueError(f"--tolerance: {args.tolerance} must be a number, not negative")
     _on_host()
     from torch_bridge.checkpoints import open_weights
     from torch_bridge.compare import compare
@@ -153,14 +168,26 @@ def _diff(args: argparse.Namespace) -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; the exit code. ValueError and OSError are what a user can cause: a report and 2."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    for stream in (sys.stdout, sys.stderr):
+        if argv is None and isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # names of files and tensors are not all of the terminal's encoding
     try:
         args = parser().parse_args(arguments)
-        return int(args.call(args) or 0)
+        _alone(os.environ)
+        code = int(args.call(args) or 0)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # who read the output, such as head, has enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
     except (ValueError, OSError) as error:
         if "--traceback" in arguments:
             traceback.print_exc()
         print(f"torch-bridge: error: {_report(error)}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("torch-bridge: interrupted", file=sys.stderr)
+        return 130
 
 
 def _report(error: ValueError | OSError) -> str:

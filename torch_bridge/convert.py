@@ -27,12 +27,12 @@ from jaxpar.models.decoder import Decoder
 from jaxpar.params import Tree, flatten, map_leaves, padded_vocabulary, partition_specs
 from jaxpar.rules import DENSE, Rules
 from torch_bridge.arrays import ShardedView, global_array
+from torch_bridge.casting import Cast
 from torch_bridge.families import find_family, infer_family
 from torch_bridge.families.decoder import EMBEDDING, HEAD, Family
-from torch_bridge.formats.huggingface import CONFIG, whole_folder, write_json, write_tensors
+from torch_bridge.formats.huggingface import CONFIG, copy_carried, whole_folder, write_json, write_tensors
 from torch_bridge.mapping import expected_shapes, to_leaves, to_torch
 from torch_bridge.source import TORCH_DTYPES, Source, bindings, read_model
-from torch_bridge.transforms import Cast
 from torch_bridge.views import ArrayView, View, read_all
 
 __all__ = ["Source", "bindings", "default_places", "export_params", "import_params", "read_model", "torch_arrays", "tree_of_arrays"]
@@ -50,8 +50,8 @@ def import_params(source: Source, mesh: Mesh, shardings: Tree | None = None, dty
     """The parameters on `mesh`, vocabulary padded for its tensor axis: nested dict of global jax.Arrays.
 
     `shardings`: a tree of NamedSharding or PartitionSpec, such as a run's `training.shardings["params"]`; default split over `tensor` and
-    equal elsewhere. `dtype`: default the file's. Each process reads, once, what its devices hold; on a CPU device the bytes read are the
-    array, elsewhere host memory holds one leaf's shard at a time.
+    equal elsewhere. `dtype`: default the file's. Each process reads, once, what its devices hold, by several threads; on a CPU device the
+    bytes read are the array, elsewhere host memory holds one leaf's shard at a time.
     Raises ValueError for a mesh that does not divide the model, OSError for a file that changed since it was checked.
     """
     wanted = np.dtype(source.dtype if dtype is None else dtype)
@@ -97,18 +97,26 @@ def export_params(
     padded = params["embedding"]["table"].shape[0]
     leaves: dict[str, View] = {path: ShardedView(path, leaf) for path, leaf in flatten(params)}
     first = next(iter(leaves.values())).dtype.name
-    wanted = first if dtype is None else np.dtype(dtype).name
-    if wanted not in TORCH_DTYPES:
-        raise ValueError(f"dtype: {wanted} is not one of {', '.join(TORCH_DTYPES)}")
+    wanted = first if dtype is None else dtype_name(dtype)
     leaves = {path: Cast(first, wanted).apply((view,))[0] for path, view in leaves.items()}
     config = write_configuration(chosen, model, wanted, raw or {}, max_positions)
     tensors = to_torch(bindings(chosen, model, padded), leaves)
     with whole_folder(folder) as temporary:
         write_json(temporary / CONFIG, config)
-        for file in map(Path, files):
-            (temporary / file.name).write_bytes(file.read_bytes())
+        copy_carried(map(Path, files), temporary)
         write_tensors(temporary, tensors, max_shard_bytes)
     return folder
+
+
+def dtype_name(dtype: Any) -> str:
+    """The name of a dtype, or of torch's with that prefix. ValueError for any that torch's weights have not."""
+    try:
+        name = dtype.removeprefix("torch.") if isinstance(dtype, str) else np.dtype(dtype).name
+    except TypeError:
+        name = repr(dtype)
+    if name not in TORCH_DTYPES:
+        raise ValueError(f"dtype: {name or repr(dtype)} is not one of {', '.join(TORCH_DTYPES)}")
+    return name
 
 
 def write_configuration(

@@ -1,6 +1,7 @@
 """What a checked folder holds, in lines of text: `torch-bridge inspect`.
 
 parameters    how many the model has
+tokenizer_notes   where its tokenizer does not fit
 summary       model, dtype, files, every setting and where its value is from, what is ignored
 plan          every leaf, the torch tensors it is made of, and where these lie
 """
@@ -13,6 +14,8 @@ from typing import Any
 
 from jaxpar.models.decoder import Decoder
 from jaxpar.params import count
+from jaxpar.train.tokenizer import load_tokenizer
+from torch_bridge.formats.huggingface import TOKENIZER
 from torch_bridge.report import shown
 from torch_bridge.source import Source
 
@@ -36,7 +39,21 @@ def summary(source: Source) -> Iterator[str]:
     ]
     yield from table(("setting", "value", "from"), settings)
     yield from (f"ignored {shown(key)}: {reason}" for key, reason in source.ignored.items())
-    yield from (f"note: {note}" for note in source.notes)
+    yield from (f"note: {note}" for note in (*source.notes, *tokenizer_notes(source)))
+
+
+def tokenizer_notes(source: Source) -> Iterator[str]:
+    """What jaxpar could not do with the folder's tokenizer. No error: the weights do not depend on it."""
+    path = source.folder / TOKENIZER
+    if not path.is_file():
+        return
+    try:
+        size = load_tokenizer(path).size
+    except ValueError as error:
+        yield shown(f"{TOKENIZER} cannot be used to train on text or to generate: {error}")
+        return
+    if size > source.model.vocabulary:
+        yield f"{TOKENIZER} has ids up to {size - 1}, the model up to {source.model.vocabulary - 1}: texts with the ids beyond are refused"
 
 
 def plan(source: Source) -> Iterator[str]:

@@ -64,9 +64,13 @@ def load(folder: str | Path, dtype: str = "float64") -> Reference:
     Raises ValueError when the folder's tensors are not exactly the model's: transformers would fill gaps with random values.
     """
     with precision(dtype), _quiet():
-        model, info = transformers.AutoModelForCausalLM.from_pretrained(
-            folder, dtype=DTYPES[dtype], attn_implementation="eager", local_files_only=True, output_loading_info=True
-        )
+        try:
+            model, info = transformers.AutoModelForCausalLM.from_pretrained(
+                folder, dtype=DTYPES[dtype], attn_implementation="eager", local_files_only=True, output_loading_info=True
+            )
+        except Exception as error:  # of any type: its checks of settings are few
+            text = " ".join(str(error).split())[:300]
+            raise ValueError(f"{folder}: transformers cannot load it ({type(error).__name__}: {text})") from error
     for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         names = sorted(map(str, info.get(problem) or ()))
         if names:
@@ -134,7 +138,7 @@ class Reference:
 
     def train(self, batches: Sequence[Arrays], rule: Any) -> Trained:
         """A step of AdamW on each batch. Changes the model. `rule`: see `adamw`; `rule.clip` limits the global norm, None does not."""
-        return train(self.model, rule, [lambda batch=batch: loss(self.model, batch, self.dtype) for batch in batches])
+        return train(self.model, rule, [functools.partial(loss, self.model, batch, self.dtype) for batch in batches])
 
 
 @dataclass(frozen=True)

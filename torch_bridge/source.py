@@ -65,7 +65,8 @@ def read_model(folder: str | Path, *, rope_length: int | None = None, ignore: Co
 
     Raises BridgeError with everything that is wrong: files, settings, tensors.
     """
-    files = read_folder(Path(folder))
+    folder = Path(folder)
+    files = read_folder(folder)
     problems = files.problems
     family, model, provenance = _configuration(files, rope_length, frozenset(ignore))
     tensors, ignored, dtype = files.tensors, {}, ""
@@ -83,7 +84,7 @@ def read_model(folder: str | Path, *, rope_length: int | None = None, ignore: Co
     if problems:
         raise BridgeError(folder, problems)
     assert family is not None and model is not None
-    return Source(Path(folder), family, model, files.config, provenance, dtype, tensors, ignored, tuple(files.notes))
+    return Source(folder, family, model, files.config, provenance, dtype, tensors, ignored, tuple(files.notes))
 
 
 def _configuration(
@@ -110,7 +111,7 @@ def _reason(family: Family, key: str) -> str | None:
 
 
 def _layer(key: str) -> int | None:
-    found = re.match(r"model\.layers\.(\d{1,9})\.", key)
+    found = re.match(r"model\.layers\.([0-9]{1,9})\.", key)
     return int(found[1]) if found else None
 
 

@@ -8,9 +8,8 @@ A `Transform` makes views (`views.py`) of views; nothing moves until somebody re
     Transpose                 dims in another order
     Permute                   entries of a dim in another order (rope layouts)
     Pad, Crop                 rows of zeros at the end of a dim, and without them (vocabulary)
-    Cast                      another dtype; its inverse casts back, exact only where the first was
 
-Those of several arrays (layers, fused projections) are in `joining.py`.
+Those of several arrays (layers, fused projections) are in `joining.py`, casts in `casting.py`.
 """
 
 from __future__ import annotations
@@ -21,8 +20,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from torch_bridge.views import Index, Shape, View, Views, box_shape, boxes
-
-CHUNK_BYTES = 16 * 2**20  # what a cast holds beside its output
 
 
 class Transform:
@@ -299,44 +296,3 @@ class _ResizedView:
         if end > start:
             self.base.read(index[: self.dim] + ((start, end),) + index[self.dim + 1 :], out[(*lead, slice(0, end - start))])
         out[(*lead, slice(end - start, None))] = 0
-
-
-@dataclass(frozen=True)
-class Cast(Transform):
-    """Another dtype, by numpy's rounding to nearest even. A cast to the dtype that is there already is no operation."""
-
-    before: str
-    after: str
-
-    def apply(self, views: Views) -> Views:
-        return tuple(_CastView(view, np.dtype(self.after)) if view.dtype != np.dtype(self.after) else view for view in views)
-
-    @property
-    def inverse(self) -> Transform:
-        return Cast(self.after, self.before)
-
-
-@dataclass(frozen=True, eq=False)
-class _CastView:
-    base: View
-    dtype: np.dtype
-
-    @property
-    def shape(self) -> Shape:
-        return self.base.shape
-
-    def read(self, index: Index, out: np.ndarray) -> None:
-        size = math.prod(box_shape(index)) * self.base.dtype.itemsize
-        dim = next((place for place, (start, stop) in enumerate(index) if stop - start > 1), None)
-        if size > CHUNK_BYTES and dim is not None:
-            start, stop = index[dim]
-            step = max(1, (stop - start) * CHUNK_BYTES // size)
-            for low in range(start, stop, step):
-                high = min(stop, low + step)
-                part = out[(slice(None),) * dim + (slice(low - start, high - start),)]
-                self.read(index[:dim] + ((low, high),) + index[dim + 1 :], part)
-            return
-        held = np.empty(box_shape(index), self.base.dtype)
-        self.base.read(index, held)
-        with np.errstate(over="ignore", invalid="ignore"):  # what does not fit becomes infinite, as in torch
-            out[...] = held.astype(self.dtype)

@@ -70,10 +70,13 @@ class DecoderFunctions:
     bind_block: Callable[[Tree], Block]
     bind_norm: Callable[[Tree], Norm]
 
-    def embed(self, params: Tree, ids_BS: jax.Array, context: Context | None = None) -> jax.Array:
-        """ids[B, S] int32 -> x as it lies between blocks. Reads `embedding`; sends one `leave`. This family needs nothing of the context
-        here."""
-        return vocabulary.embed(params["embedding"]["table"], ids_BS, self.boundary, self.config.embedding_scale)
+    def embed(self, params: Tree, ids_BS: jax.Array, context: Context | None = None, columns: tuple[str, ...] = ()) -> jax.Array:
+        """ids[B, S] int32 -> x as it lies between blocks. Reads `embedding`, whose columns may be split over the axes `columns`; sends one
+        `leave`, and with `columns` an all-to-all. This family needs nothing of the context here."""
+        table_VD, scale = params["embedding"]["table"], self.config.embedding_scale
+        if columns:
+            return vocabulary.embed_columns(table_VD, ids_BS, self.boundary, columns, scale)
+        return vocabulary.embed(table_VD, ids_BS, self.boundary, scale)
 
     def block(self, layer_params: Tree, x_BSD: jax.Array, context: Context) -> tuple[jax.Array, dict[str, jax.Array]]:
         """One layer: (y, {}). `layer_params` is one slice of `layers`, `context.layer` that layer's. Sends two `enter` and two `leave`."""

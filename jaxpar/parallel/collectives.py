@@ -16,12 +16,14 @@ What moves data between one device and itself is left out: an axis of size 1 cos
     all_to_all     A[I_X, J] -> A[I, J_X]       (n-1)/n bytes(local A) a device
     permute        each device sends its A to one other
     axis_index, axis_size
+    barrier        values that exist only together; moves nothing
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -60,6 +62,19 @@ def varying_of(type_: jax.ShapeDtypeStruct) -> frozenset[str]:
     """Axes over which a value of this type (from `jax.eval_shape` inside a shard_map) may differ between devices."""
     manual = type_.manual_axis_type  # None outside a shard_map
     return frozenset(manual.varying) if manual is not None else frozenset()
+
+
+def barrier(tree: Any) -> Any:
+    """The same values, of which none exists before all do. `lax.optimization_barrier` makes all of its results vary over the same axes;
+    here each keeps its type, so only those that vary over the same axes wait for each other."""
+    leaves, structure = jax.tree.flatten(tree)
+    groups: dict[frozenset[str], list[int]] = {}
+    for place, leaf in enumerate(leaves):
+        groups.setdefault(varying(leaf), []).append(place)
+    for places in groups.values():
+        for place, value in zip(places, lax.optimization_barrier([leaves[place] for place in places]), strict=True):
+            leaves[place] = value
+    return jax.tree.unflatten(structure, leaves)
 
 
 def vary_like(x: jax.Array, like: jax.Array) -> jax.Array:

@@ -1,6 +1,7 @@
 """What depends on what in a flat program, and cutting it there.
 
 needed       the operations that given values depend on, loops narrowed to what is asked of them
+upstream     the same, loops whole
 reached      the values that depend on given values
 narrow_loop  a loop with only what is asked of it
 cut_loop     one loop into two: what is asked of it, and the rest
@@ -32,6 +33,17 @@ def needed(
         keep.append(op)
         want |= values_of(op.inputs)
     return keep[::-1], want
+
+
+def upstream(ops: Sequence[Op], values: Iterable[Atom]) -> list[Op]:
+    """The operations that `values` depend on, in order and as they are: a loop is not narrowed, so it is the same object however often it
+    is asked for."""
+    want, found = values_of(values), []
+    for op in reversed(ops):
+        if want & set(op.outputs):
+            found.append(op)
+            want |= values_of(op.inputs)
+    return found[::-1]
 
 
 def reached(ops: Sequence[Op], sources: Iterable[Value]) -> set[Value]:

@@ -61,17 +61,31 @@ def kept(keep: Policy, ops: list[Op], early: set[Value], late: set[Value], weigh
             chosen |= {_reduced(v, readers) for v in op.outputs}
         if op.name == "name" and op.eqn is not None and op.eqn.params["name"] in keep.names:
             chosen |= set(op.outputs)
-    if keep.weight_inputs:
-        chosen |= weight_inputs
     maker = {v: op for op in ops for v in op.outputs}
-    return {root(v, maker, early, through_gathers=not keep.everything) for v in chosen & early}
+    found = {root(v, maker, early, through_gathers=not keep.everything) for v in chosen & early}
+    if keep.weight_inputs:
+        found |= {_as_multiplied(v, root(v, maker, early, through_gathers=True), found, maker) for v in weight_inputs & early}
+    return found
+
+
+def _as_multiplied(value: Value, origin: Value, kept: set[Value], maker: dict[Value, Op]) -> Value:
+    """A transposed matmul input is kept as the matmul reads it, where its origin is not kept anyway: XLA would else transpose the values
+    of all layers at once between the two loops. (A gathered one is kept as its smaller shard.)"""
+    transposed = value in maker and maker[value].name == "transpose"
+    return value if transposed and origin not in kept and origin.aval.size == value.aval.size else origin
 
 
 def _reduced(value: Value, readers: dict[Value, list[Op]]) -> Value:
-    """What a reduction makes of `value`, where nothing else reads it: no larger, and the backward need not send it again."""
-    read = readers.get(value, [])
-    alone = len(read) == 1 and read[0].name in REDUCTIONS and len(read[0].outputs) == 1
-    return read[0].outputs[0] if alone else value
+    """What a reduction makes of `value`, where nothing else reads it, re-typings looked through: no larger, and the backward need not send
+    it again."""
+    found = value
+    while len(read := readers.get(found, [])) == 1 and len(read[0].outputs) == 1:
+        found = read[0].outputs[0]
+        if read[0].name in REDUCTIONS:
+            return found
+        if read[0].name not in VIEWS:
+            break
+    return value
 
 
 def root(value: Value, maker: dict[Value, Op], early: set[Value], through_gathers: bool) -> Value:

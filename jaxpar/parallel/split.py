@@ -16,7 +16,7 @@ A scan inside the block (a chunked MLP) is cut like everything else; `fused_loop
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,7 @@ import jax.numpy as jnp
 
 from jaxpar.parallel.dependence import cut_loop, needed, reached
 from jaxpar.parallel.flatten import run
+from jaxpar.parallel.interleave import run_together
 from jaxpar.parallel.joint import Block, Joint, Tree, trace, weight_matmuls
 from jaxpar.parallel.operations import Atom, Op, Value, count, effectful, made, matmul_flops, values_of
 from jaxpar.parallel.remat import Policy, kept, root
@@ -58,6 +59,9 @@ class Cut:
     backward_input(params, saved, context, dy, daux) -> dx, deferred
     backward_weight(saved, deferred, context) -> dparams
     backward(params, saved, context, dy, daux) -> dx, dparams
+    forward_parts, backward_parts    `forward` and `backward` of several parts of a batch, in an order that lets one part's collectives run
+                                     behind another's matmuls (`interleave.py`): sequences for x, saved, context, dy; a list of results,
+                                     and `due`, values from outside that shall arrive meanwhile
 
     `daux` covers the floating-point leaves of `aux` in order; counts have no gradient.
     """
@@ -66,6 +70,8 @@ class Cut:
     backward_input: Callable[..., tuple[Any, tuple[Any, ...]]]
     backward_weight: Callable[..., Tree]
     backward: Callable[..., tuple[Any, Tree]]
+    forward_parts: Callable[..., tuple[list[tuple[Any, Tree, tuple[Any, ...]]], Tree]]
+    backward_parts: Callable[..., tuple[list[tuple[Any, Tree]], Tree]]
     saved_for_weight: tuple[int, ...]
     facts: Facts
 
@@ -164,24 +170,33 @@ def _programs(
     w_reads: set[Value],
     facts: Facts,
 ) -> Cut:
-    def evaluate(ops: list[Op], inputs: list[Value], arguments: list[Any], outputs: list[Any]) -> list[Any]:
-        env = dict(joint.captured) | dict(zip(inputs, arguments, strict=True))
-        run(ops, env)
+    leaves, dparams = jax.tree.leaves, joint.params_tree.unflatten
+
+    def environment(inputs: list[Value], arguments: list[Any]) -> dict[Value, Any]:
+        return dict(joint.captured) | dict(zip(inputs, arguments, strict=True))
+
+    def read(env: dict[Value, Any], outputs: list[Any]) -> list[Any]:
         return [env[a] if isinstance(a, Value) else jnp.asarray(a.val, a.aval.dtype) for a in outputs]
 
-    leaves = jax.tree.leaves
-    dparams = joint.params_tree.unflatten
+    def forward_parts(
+        params: Tree, xs: Sequence[Any], contexts: Sequence[Tree], due: Tree = None
+    ) -> tuple[list[tuple[Any, Tree, tuple[Any, ...]]], Tree]:
+        inputs = [*joint.params, joint.x, *joint.context]
+        envs = [environment(inputs, [*leaves(params), x, *leaves(c)]) for x, c in zip(xs, contexts, strict=True)]
+        due = run_together(f_ops, envs, [joint.y], {joint.x}, due)
+        results = [read(env, [joint.y, *joint.aux, *saved]) for env in envs]
+        count = len(joint.aux)
+        return [(y, joint.aux_tree.unflatten(rest[:count]), tuple(rest[count:])) for y, *rest in results], due
 
     def forward(params: Tree, x: Any, context: Tree) -> tuple[Any, Tree, tuple[Any, ...]]:
-        inputs = [*joint.params, joint.x, *joint.context]
-        y, *rest = evaluate(f_ops, inputs, [*leaves(params), x, *leaves(context)], [joint.y, *joint.aux, *saved])
-        return y, joint.aux_tree.unflatten(rest[: len(joint.aux)]), tuple(rest[len(joint.aux) :])
+        return forward_parts(params, [x], [context])[0][0]
 
     backward_inputs = [*joint.params, *saved, *joint.context, joint.dy, *joint.daux]
 
     def backward_input(params: Tree, saved_values: tuple[Any, ...], context: Tree, dy: Any, daux: list[Any]) -> tuple[Any, tuple[Any, ...]]:
-        arguments = [*leaves(params), *saved_values, *leaves(context), dy, *daux]
-        dx, *rest = evaluate(b_ops, backward_inputs, arguments, [joint.dx, *deferred])
+        env = environment(backward_inputs, [*leaves(params), *saved_values, *leaves(context), dy, *daux])
+        run(b_ops, env)
+        dx, *rest = read(env, [joint.dx, *deferred])
         return dx, tuple(rest)
 
     for_weight = tuple(n for n, v in enumerate(saved) if v in w_reads)
@@ -189,12 +204,25 @@ def _programs(
     def backward_weight(saved_values: tuple[Any, ...], deferred_values: tuple[Any, ...], context: Tree) -> Tree:
         assert facts.weight_reads_backward_weight == 0, READS_A_WEIGHT
         inputs = [*(saved[n] for n in for_weight), *deferred, *joint.context]
-        arguments = [*(saved_values[n] for n in for_weight), *deferred_values, *leaves(context)]
-        return dparams(evaluate(w_ops, inputs, arguments, joint.dparams))
+        env = environment(inputs, [*(saved_values[n] for n in for_weight), *deferred_values, *leaves(context)])
+        run(w_ops, env)
+        return dparams(read(env, joint.dparams))
+
+    def backward_parts(
+        params: Tree,
+        saved_values: Sequence[tuple[Any, ...]],
+        contexts: Sequence[Tree],
+        dys: Sequence[Any],
+        daux: list[Any],
+        due: Tree = None,
+    ) -> tuple[list[tuple[Any, Tree]], Tree]:
+        parts = zip(saved_values, contexts, dys, strict=True)
+        envs = [environment(backward_inputs, [*leaves(params), *kept, *leaves(c), dy, *daux]) for kept, c, dy in parts]
+        due = run_together(bw_ops, envs, [joint.dx], {*saved, joint.dy}, due)
+        results = [read(env, [joint.dx, *joint.dparams]) for env in envs]
+        return [(dx, dparams(rest)) for dx, *rest in results], due
 
     def backward(params: Tree, saved_values: tuple[Any, ...], context: Tree, dy: Any, daux: list[Any]) -> tuple[Any, Tree]:
-        arguments = [*leaves(params), *saved_values, *leaves(context), dy, *daux]
-        dx, *rest = evaluate(bw_ops, backward_inputs, arguments, [joint.dx, *joint.dparams])
-        return dx, dparams(rest)
+        return backward_parts(params, [saved_values], [context], [dy], daux)[0][0]
 
-    return Cut(forward, backward_input, backward_weight, backward, for_weight, facts)
+    return Cut(forward, backward_input, backward_weight, backward, forward_parts, backward_parts, for_weight, facts)

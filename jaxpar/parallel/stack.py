@@ -26,7 +26,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxpar.parallel import collectives, remat, split
+from jaxpar.parallel import collectives, remat, split, stacked
+from jaxpar.parallel.stacked import add_at, length, pick
 
 Tree = Any
 
@@ -43,14 +44,20 @@ class Context(NamedTuple):
     layer: dict[str, Any]
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["parts", "context"], meta_fields=["cut"])
+@partial(jax.tree_util.register_dataclass, data_fields=["parts", "context", "last", "weights"], meta_fields=["cut"])
 @dataclass(frozen=True)
 class Saved:
-    """What the forward leaves for the backward. `parts`: for each part of the batch, the kept values stacked over layers [L, ...]."""
+    """What the forward leaves for the backward. `parts`: for each part of the batch, the kept values stacked over layers [L, ...].
+
+    Where weights are gathered layer by layer, the last layer stands outside the loop: `parts` then holds L - 1 layers, `last` the kept
+    values of the last, `weights` its gathered weights but those gathered `again`, with which the backward begins at once.
+    """
 
     parts: tuple[tuple[Any, ...], ...]
     context: tuple[Context, ...]
     cut: split.Cut
+    last: tuple[tuple[Any, ...], ...] | None = None
+    weights: Tree | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,6 +68,7 @@ class LayerStack:
     gather:  shards of one layer -> whole local weights (ZeRO-3); None: `layers` are whole.
     reduce:  local gradients of one layer -> what the accumulation buffer holds (ZeRO-2, -3); None: they are added as they are.
     parts:   how many parts of the batch run interleaved inside a layer body.
+    again:   names in a layer whose weights are not held from the last layer's forward to its backward, with `gather`.
     """
 
     block: Callable[[Tree, Any, Context], tuple[Any, Tree]]
@@ -68,6 +76,7 @@ class LayerStack:
     gather: Callable[[Tree], Tree] | None = None
     reduce: Callable[[Tree], Tree] | None = None
     parts: int = 1
+    again: tuple[str, ...] = ()
     fused_loops: bool = False
 
     def forward(self, layers: Tree, x: Any, context: Context) -> tuple[Any, Saved, Tree]:
@@ -75,98 +84,118 @@ class LayerStack:
 
         Sharding of x and y is the block's. Bytes moved: the block's collectives, and with `gather` each layer's weights once.
         """
-        xs, contexts = _split(x, self.parts), _split_context(context, self.parts)
-        layer_types = jax.eval_shape(lambda: self._whole(_pick(layers, 0)))
-        cut = split.cut(self.block, layer_types, xs[0], _pick_flags(contexts[0], 0), self.keep, fused_loops=self.fused_loops)
+        xs, contexts = stacked.cut(x, self.parts), _cut_context(context, self.parts)
+        layer_types = jax.eval_shape(lambda: self._whole(pick(layers, 0)))
+        first = contexts[0]._replace(layer=pick(context.layer, 0))
+        cut = split.cut(self.block, layer_types, xs[0], first, self.keep, fused_loops=self.fused_loops)
 
-        def layer(weights: Tree, xs: tuple[Any, ...], flags: Tree) -> tuple[tuple[Any, ...], tuple[Any, Any]]:
-            results = [cut.forward(weights, x, c._replace(layer=flags)) for x, c in zip(xs, contexts, strict=True)]
-            aux = jax.tree.map(lambda *a: sum(a[1:], a[0]), *(r[1] for r in results))
-            return tuple(r[0] for r in results), (aux, tuple(r[2] for r in results))
+        def layer(weights: Tree, xs: tuple[Any, ...], flags: Tree, due: Tree = None) -> tuple[tuple[Any, ...], tuple[Any, Any], Tree]:
+            results, due = cut.forward_parts(weights, xs, [c._replace(layer=flags) for c in contexts], due)
+            return tuple(r[0] for r in results), (stacked.add([r[1] for r in results]), tuple(r[2] for r in results)), due
 
-        ys, (aux, saved) = self._over_layers_forward(layer, layers, xs, context.layer)
-        return _join(ys), Saved(saved, tuple(contexts), cut), aux
+        if self.gather is None:
+            ys, (aux, saved) = lax.scan(lambda xs, inputs: layer(inputs[0], xs, inputs[1])[:2], xs, (layers, context.layer))
+            return stacked.join(ys), Saved(saved, tuple(contexts), cut), aux
+
+        def body(carry: Any, i: Any) -> tuple[Any, Any]:
+            xs, weights = carry
+            ys, out, following = layer(weights, xs, pick(context.layer, i), due=self._whole(pick(layers, i + 1)))
+            return (ys, following), out
+
+        end = length(layers) - 1
+        (xs, weights), (aux, saved) = lax.scan(body, (xs, self._whole(pick(layers, 0))), jnp.arange(end))
+        ys, (last_aux, last), _ = layer(weights, xs, pick(context.layer, end))
+        aux = jax.tree.map(lambda a, b: jnp.concatenate([a, b[None]]), aux, last_aux)
+        held = {name: weight for name, weight in weights.items() if name not in self.again}
+        return stacked.join(ys), Saved(saved, tuple(contexts), cut, last, held), aux
+
+    def _shards_again(self, layers: Tree) -> Tree:
+        """Of the last layer, what its backward gathers again."""
+        return {name: pick(layers[name], length(layers) - 1) for name in self.again}
 
     def _whole(self, shards: Tree) -> Tree:
         return self.gather(shards) if self.gather is not None else shards
 
-    def _over_layers_forward(self, layer: Any, layers: Tree, xs: Any, flags: Tree) -> tuple[Any, Any]:
-        if self.gather is None:
-            return lax.scan(lambda xs, inputs: layer(inputs[0], xs, inputs[1]), xs, (layers, flags))
-        length = _length(layers)
-
-        def body(carry: Any, inputs: Any) -> tuple[Any, Any]:
-            (xs, weights), (i, flags) = carry, inputs
-            following = self._whole(_pick(layers, jnp.minimum(i + 1, length - 1)))
-            ys, out = layer(weights, xs, flags)
-            return (ys, following), out
-
-        (ys, _), out = lax.scan(body, (xs, self._whole(_pick(layers, 0))), (jnp.arange(length), flags))
-        return ys, out
-
-    def backward(self, layers: Tree, saved: Saved, dy: Any, daux: list[Any], grads: Tree | None = None) -> tuple[Any, Tree]:
+    def backward(
+        self, layers: Tree, saved: Saved, dy: Any, daux: list[Any], grads: Tree | None = None, before: Tree = ()
+    ) -> tuple[Any, Tree]:
         """dy [B, S, D] -> dx [B, S, D] and the gradients of all layers, added to `grads` (in its dtype) when given.
+
+        `before`, used where layers are gathered or reduced one by one: values that shall be there before the last layer begins, such as
+        the head's gradient in a narrow dtype; the float32 one would else wait in memory beside a layer's working set.
 
         Bytes moved: the block's collectives, with `gather` each layer's weights once more, with `reduce` each layer's gradients once.
         """
 
-        def layer(weights: Tree, kept: Any, dys: tuple[Any, ...], daux: list[Any], flags: Tree) -> tuple[Any, Tree]:
-            results = [
-                saved.cut.backward(weights, k, c._replace(layer=flags), dy, daux) for k, c, dy in zip(kept, saved.context, dys, strict=True)
-            ]
-            return tuple(r[0] for r in results), _sum([r[1] for r in results])
+        def layer(weights: Tree, kept: Any, dys: tuple[Any, ...], daux: list[Any], flags: Tree, due: Tree = None) -> tuple[Any, Tree, Tree]:
+            results, due = saved.cut.backward_parts(weights, kept, [c._replace(layer=flags) for c in saved.context], dys, daux, due)
+            return tuple(r[0] for r in results), stacked.add([r[1] for r in results]), due
 
-        return self._over_layers_backward(layer, layers, saved, dy, daux, grads)
+        if self.gather is not None or self.reduce is not None:
+            return self._backward_one_by_one(layer, layers, saved, dy, daux, grads, before)
 
-    def _over_layers_backward(
-        self, layer: Any, layers: Tree, saved: Saved, dy: Any, daux: list[Any], grads: Tree | None
+        def body(carry: Any, inputs: Any) -> tuple[Any, Any]:
+            (i, kept, daux, flags), weights = inputs
+            dys, dparams, _ = layer(weights, kept, carry[0], daux, flags)
+            if grads is None:
+                return (dys, None), dparams
+            return (dys, add_at(carry[1], dparams, i)), None
+
+        steps = (jnp.arange(length(layers)), saved.parts, daux, saved.context[0].layer)
+        (dxs, total), separate = lax.scan(body, (stacked.cut(dy, self.parts), grads), (steps, layers), reverse=True)
+        return stacked.join(dxs), separate if grads is None else total
+
+    def _backward_one_by_one(
+        self, layer: Any, layers: Tree, saved: Saved, dy: Any, daux: list[Any], grads: Tree | None, before: Tree
     ) -> tuple[Any, Tree]:
-        length, flags = _length(layers), saved.context[0].layer
-        dys = _split(dy, self.parts)
-        steps = (jnp.arange(length), saved.parts, daux, flags)
-        if self.gather is None and self.reduce is None:
+        """`backward` where layers are gathered or reduced one by one: behind the compute of layer i travel the weights of layer i - 1 and
+        the gradients of layer i + 1.
 
-            def plain(carry: Any, inputs: Any) -> tuple[Any, Any]:
-                (i, kept, daux, flags), weights = inputs
-                dys, dparams = layer(weights, kept, carry[0], daux, flags)
-                if grads is None:
-                    return (dys, None), dparams
-                return (dys, _add_at(carry[1], dparams, i)), None
-
-            (dxs, total), stacked = lax.scan(plain, (dys, grads), (steps, layers), reverse=True)
-            return _join(dxs), stacked if grads is None else total
-
+        The last layer, which has nobody's gradients to reduce, and under ZeRO-3 the first, which has nobody's weights to gather, stand
+        outside the loop: inside it they would send a layer of zeros and a layer of weights for nothing.
+        """
+        end, gathered, flags = length(layers) - 1, self.gather is not None, saved.context[0].layer
         reduce = self.reduce if self.reduce is not None else lambda tree: tree
-        last = self._whole(_pick(layers, length - 1))
-        waiting = jax.eval_shape(lambda *a: layer(*a)[1], last, _pick(saved.parts, 0), dys, _pick(daux, 0), _pick(flags, 0))
+
+        def step(i: Any, kept: Any, dys: Any, weights: Tree, ahead: bool) -> tuple[Any, Tree, Tree]:
+            """dx of layer i, its gradients, and the weights of the layer before."""
+            following = self._whole(pick(layers, i - 1)) if ahead else None
+            return layer(weights if gathered else pick(layers, i), kept, dys, pick(daux, i), pick(flags, i), due=following)
+
+        dys = stacked.cut(dy, self.parts)
+        last = saved.last if saved.last is not None else pick(saved.parts, end)
+        # Behind a barrier, or what the forward did not keep would be kept after all.
+        dys, last, shards, _ = collectives.barrier((dys, last, self._shards_again(layers) if gathered else {}, before))
+        weights = {**saved.weights, **self._whole(shards)} if saved.weights is not None else None
+        dys, waiting, weights = step(end, last, dys, weights, gathered and end > 0)
         if grads is None:
             part = jax.eval_shape(reduce, waiting)
             grads = jax.tree.map(
-                lambda t: collectives.zeros(jax.ShapeDtypeStruct((length, *t.shape), t.dtype), collectives.varying_of(t)), part
+                lambda t: collectives.zeros(jax.ShapeDtypeStruct((end + 1, *t.shape), t.dtype), collectives.varying_of(t)), part
             )
-        empty = jax.tree.map(lambda t: collectives.zeros(t, collectives.varying_of(t)), waiting)
 
-        def body(carry: Any, inputs: Any) -> tuple[Any, Any]:
-            (dys, weights, waiting, grads), (i, kept, daux, flags) = carry, inputs
-            following = self._whole(_pick(layers, jnp.maximum(i - 1, 0))) if self.gather is not None else None
-            grads = _add_at(grads, reduce(waiting), jnp.minimum(i + 1, length - 1))
-            here = weights if self.gather is not None else _pick(layers, i)
-            dys, dparams = layer(here, kept, dys, daux, flags)
+        def body(carry: Any, i: Any) -> tuple[Any, None]:
+            dys, weights, waiting, grads = carry
+            grads = add_at(grads, reduce(waiting), i + 1)
+            dys, dparams, following = step(i, pick(saved.parts, i), dys, weights, gathered)
             return (dys, following, dparams, grads), None
 
-        start = (dys, last if self.gather is not None else None, empty, grads)
-        (dxs, _, waiting, grads), _ = lax.scan(body, start, steps, reverse=True)
-        return _join(dxs), _add_at(grads, reduce(waiting), 0)
+        if (start := int(gathered)) < end:
+            (dys, weights, waiting, grads), _ = lax.scan(body, (dys, weights, waiting, grads), jnp.arange(start, end), reverse=True)
+        if gathered and end > 0:
+            grads = add_at(grads, reduce(waiting), 1)
+            dys, waiting, _ = step(0, pick(saved.parts, 0), dys, weights, False)
+        return stacked.join(dys), add_at(grads, reduce(waiting), 0)
 
     def backward_input(self, layers: Tree, saved: Saved, dy: Any, daux: list[Any]) -> tuple[Any, tuple[Any, ...]]:
-        """The part of `backward` that dx needs. `deferred` is what `backward_weight` needs besides `saved`, stacked over layers.
+        """The part of `backward` that dx needs. `deferred` is what `backward_weight` needs besides `saved`, stacked over layers as `saved`
+        is: with the last layer apart where weights are gathered.
 
         Bytes moved: the block's collectives, with `gather` each layer's weights once. AssertionError where the block cannot be split, see
         `Cut.check_split`, unless its loops were declared fused.
         """
         if not self.fused_loops:
             saved.cut.check_split()
-        length = _length(layers)
 
         def layer(weights: Tree, dys: Any, inputs: Any) -> tuple[Any, Any]:
             kept, daux, flags = inputs
@@ -176,21 +205,25 @@ class LayerStack:
             ]
             return tuple(r[0] for r in results), tuple(r[1] for r in results)
 
-        steps = (saved.parts, daux, saved.context[0].layer)
-        dys = _split(dy, self.parts)
-        if self.gather is None:
+        flags = saved.context[0].layer
+        dys = stacked.cut(dy, self.parts)
+        if saved.last is None:
+            steps = (saved.parts, daux, flags)
             dxs, deferred = lax.scan(lambda dys, inputs: layer(inputs[1], dys, inputs[0]), dys, (steps, layers), reverse=True)
-            return _join(dxs), deferred
+            return stacked.join(dxs), deferred
 
         def body(carry: Any, inputs: Any) -> tuple[Any, Any]:
-            (dys, weights), (i, *rest) = carry, inputs
-            following = self._whole(_pick(layers, jnp.maximum(i - 1, 0)))
-            dys, deferred = layer(weights, dys, rest)
+            (dys, weights), (i, kept) = carry, inputs
+            following = self._whole(pick(layers, jnp.maximum(i - 1, 0)))
+            dys, deferred = layer(weights, dys, (kept, pick(daux, i), pick(flags, i)))
             return (dys, following), deferred
 
-        start = (dys, self._whole(_pick(layers, length - 1)))
-        (dxs, _), deferred = lax.scan(body, start, (jnp.arange(length), *steps), reverse=True)
-        return _join(dxs), deferred
+        end = length(layers) - 1
+        weights = {**(saved.weights or {}), **self._whole(self._shards_again(layers))}
+        dys, last = layer(weights, dys, (saved.last, pick(daux, end), pick(flags, end)))
+        start = (dys, self._whole(pick(layers, max(end - 1, 0))))
+        (dxs, _), deferred = lax.scan(body, start, (jnp.arange(end), saved.parts), reverse=True)
+        return stacked.join(dxs), (deferred, last)
 
     def backward_weight(self, saved: Saved, deferred: tuple[Any, ...], grads: Tree) -> Tree:
         """The rest of `backward`: adds every layer's gradients to `grads`. Reads no weight.
@@ -198,17 +231,20 @@ class LayerStack:
         Bytes moved: with `reduce` each layer's gradients once, right behind the matmuls that made them.
         """
         reduce = self.reduce if self.reduce is not None else lambda tree: tree
-
-        def body(grads: Tree, inputs: Any) -> tuple[Tree, None]:
-            i, kept, deferred, flags = inputs
-            parts = [
-                saved.cut.backward_weight(k, d, c._replace(layer=flags)) for k, d, c in zip(kept, deferred, saved.context, strict=True)
-            ]
-            return _add_at(grads, reduce(_sum(parts)), i), None
-
         flags = saved.context[0].layer
-        length = jax.tree.leaves(grads)[0].shape[0]
-        return lax.scan(body, grads, (jnp.arange(length), saved.parts, deferred, flags))[0]
+
+        def add(grads: Tree, i: Any, kept: Any, deferred: Any) -> Tree:
+            here = [c._replace(layer=pick(flags, i)) for c in saved.context]
+            parts = [saved.cut.backward_weight(k, d, c) for k, d, c in zip(kept, deferred, here, strict=True)]
+            return add_at(grads, reduce(stacked.add(parts)), i)
+
+        layers = length(grads)
+        if saved.last is not None:
+            deferred, last = deferred
+            layers -= 1
+            grads = add(grads, layers, saved.last, last)
+        steps = (jnp.arange(layers), saved.parts, deferred)
+        return lax.scan(lambda grads, inputs: (add(grads, *inputs), None), grads, steps)[0]
 
     def differentiable(self, layers: Tree, x: Any, context: Context) -> tuple[Any, Tree]:
         """`forward` that `jax.grad` may go through: y and aux, gradients by `backward`, in the dtype of `layers`."""
@@ -233,41 +269,6 @@ class LayerStack:
         return apply(layers, x, context)
 
 
-def _length(layers: Tree) -> int:
-    return jax.tree.leaves(layers)[0].shape[0]
-
-
-def _pick(tree: Tree, i: Any) -> Tree:
-    return jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, i, keepdims=False), tree)
-
-
-def _pick_flags(context: Context, i: int) -> Context:
-    return context._replace(layer=_pick(context.layer, i))
-
-
-def _add_at(total: Tree, part: Tree, i: Any) -> Tree:
-    """total[i] += part, in place inside a loop, in the dtype of `total`."""
-
-    def add(t: Any, p: Any) -> Any:
-        old = lax.dynamic_index_in_dim(t, i, keepdims=False)
-        return lax.dynamic_update_index_in_dim(t, old + p.astype(t.dtype), i, 0)
-
-    return jax.tree.map(add, total, part)
-
-
-def _sum(trees: list[Tree]) -> Tree:
-    return jax.tree.map(lambda *a: sum(a[1:], a[0]), *trees)
-
-
-def _split(x: Any, parts: int) -> tuple[Any, ...]:
-    assert x.shape[0] % parts == 0, f"batch {x.shape[0]} does not divide into {parts} parts"
-    return (x,) if parts == 1 else tuple(jnp.split(x, parts))
-
-
-def _split_context(context: Context, parts: int) -> list[Context]:
-    pieces = {name: _split(leaf, parts) for name, leaf in context.batch.items()}
+def _cut_context(context: Context, parts: int) -> list[Context]:
+    pieces = {name: stacked.cut(leaf, parts) for name, leaf in context.batch.items()}
     return [context._replace(batch={name: piece[n] for name, piece in pieces.items()}) for n in range(parts)]
-
-
-def _join(xs: tuple[Any, ...]) -> Any:
-    return xs[0] if len(xs) == 1 else jnp.concatenate(xs)

@@ -23,7 +23,12 @@ from jaxpar.parallel.sequence import Boundary
 def _contract(x: jax.Array, weight: jax.Array, dims: int) -> jax.Array:
     """Sum over the last `dims` dims of both: x[..., in], weight[out..., in] -> [..., out]."""
     last = tuple(range(-dims, 0))
-    return lax.dot_general(x, weight, ((tuple(x.ndim + d for d in last), tuple(weight.ndim + d for d in last)), ((), ())))
+    contracted = tuple(x.ndim + d for d in last), tuple(weight.ndim + d for d in last)
+    if axis_size(TENSOR) == 1 or x.ndim - dims < 2:
+        return lax.dot_general(x, weight, (contracted, ((), ())))
+    # Collectives over tokens leave them in memory as [S, B], while a matmul wants its tokens as they are written: written as [B, S], each
+    # gather and scatter would be followed by a copy of the whole activation.
+    return lax.dot_general(x.swapaxes(0, 1), weight, (contracted, ((), ()))).swapaxes(0, 1)
 
 
 def column_linear(x_BSD: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> jax.Array:

@@ -4,6 +4,7 @@ Dims: B batch, S sequence, T tokens of this device, C tokens of a chunk, D model
 along `tensor`. Tables are padded so that t divides them: V·t rows, of which the first `vocabulary` are real.
 
     embed     ids[B, S], table[V_tensor, D]      -> x as it lies between blocks; sends what the boundary's `leave` sends
+    embed_columns  the same with the table's columns split too: rows travel instead of the table
     loss      x[T, D], table[V_tensor, D], labels -> sum of token losses; sends three scalars a token
     logits    x[B, S, D], table[V_tensor, D]      -> logits[B, S, V_tensor]; sends nothing
 """
@@ -27,7 +28,7 @@ from jaxpar.ops.loss import (
     mask_padding,
     token_losses,
 )
-from jaxpar.parallel.collectives import all_reduce, all_reduce_max, axis_index, vary, varying
+from jaxpar.parallel.collectives import all_gather, all_reduce, all_reduce_max, all_to_all, axis_index, vary, varying
 from jaxpar.parallel.sequence import Boundary
 
 Pair = tuple[jax.Array, jax.Array]
@@ -72,6 +73,19 @@ def embed(table_VD: jax.Array, ids_BS: jax.Array, boundary: Boundary, scale: flo
     row_BS = jnp.where(row_BS < 0, rows, row_BS)  # a negative index would wrap around
     x_BSD = boundary.leave(_lookup(vary(table_VD, tuple(varying(row_BS))), row_BS))
     return x_BSD if scale is None else x_BSD * jnp.asarray(scale, x_BSD.dtype)
+
+
+def embed_columns(
+    table_VD: jax.Array, ids_BS: jax.Array, boundary: Boundary, axes: tuple[str, ...], scale: float | None = None
+) -> jax.Array:
+    """`embed` with a table whose columns are split over `axes` as well, the axes that split the batch (ZeRO-3).
+
+    ids[B, S], table[V_tensor, D_axes] -> x[B, S_tensor, D]. Every device looks up its columns for the tokens of all n devices along
+    `axes`, then an all-to-all gives each its tokens with all columns. Sends (n-1)/n of all ids and (n-1)/n of the local x, and again in
+    the backward, where gathering the table and reducing its gradient would send (n-1)/n of the table twice: less where a device has fewer
+    tokens than the vocabulary has entries. The gradient of the local columns is complete.
+    """
+    return all_to_all(embed(table_VD, all_gather(ids_BS, axes, dim=0), boundary, scale), axes, split_dim=0, join_dim=2)
 
 
 def logits(x_BSD: jax.Array, table_VD: jax.Array, vocabulary: int, softcap: float | None = None) -> jax.Array:
@@ -173,8 +187,9 @@ def _loss_forward(x_TD: jax.Array, table_VD: jax.Array, labels_T: jax.Array, set
         dtable_VD += lax.dot_general(d_CV, x_CD, (((0,), (0,)), ((), ())), preferred_element_type=wide)
         return (_add(sums, token_losses(statistics, valid_C, settings.z_loss)), dtable_VD), dx_CD
 
-    zeros_VD = vary(jnp.zeros(table_VD.shape, wide), tuple(varying(table_VD)))
-    start = (_zero_sums(x_TD), zeros_VD)
+    # The zeros wait for x: XLA would fill the largest array of the step while the last layer still needs the memory.
+    x_TD, zero = lax.optimization_barrier((x_TD, jnp.zeros((), wide)))
+    start = (_zero_sums(x_TD), vary(jnp.full(table_VD.shape, zero), tuple(varying(table_VD))))
     ((cross_entropy, z), dtable_VD), dx_nCD = lax.scan(step, start, _chunks(x_TD, labels_T, settings.chunk))
     dx_TD = dx_nCD.reshape(-1, x_TD.shape[1])[: x_TD.shape[0]]
     return (cross_entropy + z, cross_entropy, z), (dx_TD, dtable_VD, jnp.zeros((), table_VD.dtype))

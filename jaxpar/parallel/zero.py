@@ -20,9 +20,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jaxpar import rules
+from jaxpar.mesh import AXES
 from jaxpar.parallel import collectives
 from jaxpar.params import Tree, flatten, map_leaves
 
@@ -62,20 +64,21 @@ def places(specs: Tree, table: rules.Rules, level: int, sequence_parallel: bool)
     return map_leaves(place, specs)
 
 
-def gather(shards: Tree, places: Tree) -> Tree:
-    """Home -> whole, marked varying wherever the gradient will be a partial sum: W[.., D_replicas] -> W[.., D].
+def gather(shards: Tree, places: Tree, dtype: Any) -> Tree:
+    """Home -> whole in `dtype`, marked varying wherever the gradient will be a partial sum: W[.., D_replicas] -> W[.., D].
 
-    Sends (n-1)/n of each split weight in the dtype it has. Its inverse for gradients is `reduce`.
+    Sends (n-1)/n of each split weight in `dtype`. Its inverse for gradients is `scatter`.
     """
-    return jax.tree.map(lambda w, place: _gather(w, place.split, place), shards, places)
+    return jax.tree.map(lambda w, place: _gather(w, place.split, place, dtype), shards, places)
 
 
-def gather_layer(shards: Tree, places: Tree) -> Tree:
-    """`gather` of one layer's slices."""
-    return jax.tree.map(lambda w, place: _gather(w, place.layer_split, place), shards, places)
+def gather_layer(shards: Tree, places: Tree, dtype: Any) -> Tree:
+    """`gather` of one layer's slices, cast one layer at a time: the other layers take no memory in `dtype`."""
+    return jax.tree.map(lambda w, place: _gather(w, place.layer_split, place, dtype), shards, places)
 
 
-def _gather(w: jax.Array, split: rules.Placement | None, place: Place) -> jax.Array:
+def _gather(w: jax.Array, split: rules.Placement | None, place: Place, dtype: Any) -> jax.Array:
+    w = w.astype(dtype)
     if split is not None:
         w = collectives.all_gather(w, split[1], split[0])
     return collectives.vary(w, place.partial)
@@ -107,6 +110,23 @@ def finish(grads: Tree, places: Tree, dtype: Any) -> Tree:
         return collectives.all_reduce(g.astype(dtype), left) if left else g
 
     return jax.tree.map(all_reduce, grads, places)
+
+
+def norm(grads: Tree) -> jax.Array:
+    """Euclidean norm of finished gradients at home, each parameter counted once; in float32, or float64 if a leaf is.
+
+    Sends one scalar for each set of axes that splits some of them: two sums over three groups of devices at most, where XLA left to itself
+    reduces every leaf's.
+    """
+    sums: dict[tuple[str, ...], jax.Array] = {}
+    for g in jax.tree.leaves(grads):
+        wide = g.astype(jnp.promote_types(g.dtype, jnp.float32))
+        total = (wide * wide).sum()
+        split = [axis for axis in AXES if axis in collectives.varying(g)]
+        alone = tuple(axis for axis in split if collectives.axis_size(axis) == 1)  # costs nothing, and settles the type
+        axes = tuple(axis for axis in split if axis not in alone)
+        sums[axes] = sums.get(axes, 0) + (collectives.all_reduce(total, alone) if alone else total)
+    return jnp.sqrt(sum(collectives.all_reduce(total, axes) if axes else total for axes, total in sums.items()))
 
 
 def replicated(specs: Tree, places: Tree, sizes: Mapping[str, int]) -> tuple[str, ...]:

@@ -1,8 +1,7 @@
 """What a training step sends and holds, from its configuration alone: to plan a run, and to hold against the program.
 
     weights           the parameters as one device computes with them
-    written_traffic   every collective of a step as it is written, to compare with `jaxpar.plan.trace`
-    compiled_traffic  with what XLA adds for the norm of the gradients, to compare with `jaxpar.plan.traffic`
+    step_traffic      every collective of a step, to compare with `jaxpar.plan.trace` and `jaxpar.plan.traffic`
     state_bytes, batch_bytes, weight_bytes, gradient_bytes, saved_bytes     memory of one device
 
 Each collective is a `traffic.Collective` whose `source` says what it is for, so that `traffic.summary` adds up formulas and programs alike.
@@ -15,12 +14,11 @@ A step of M parameters a device (before ZeRO), a accumulated microbatches:
 
     ZeRO 0    all-reduce M
     ZeRO 1    all-gather M in the compute dtype, reduce-scatter M
-    ZeRO 2    all-gather M, reduce-scatter a · M (1 + 1/L for layers)
-    ZeRO 3    all-gather 2 a · M (1 + 1/L for layers; embedding, norm and head a · M), reduce-scatter as ZeRO 2
+    ZeRO 2    all-gather M, reduce-scatter a · M
+    ZeRO 3    all-gather (2 - 1/L) a · M for layers, a · M for norm and head, reduce-scatter as ZeRO 2; the embedding either likewise, or
+              an all-to-all of the rows looked up and one of their gradients
 
-The 1/L is what keeps one layer ahead cheap to compile: the loop over layers gathers the next layer's weights while this one computes, and
-the last iteration, which has no next one, gathers its own again. Likewise gradients are reduced one layer late, and the first iteration
-reduces zeros.
+The last layer's weights, gathered in the forward, serve the backward too: hence - 1/L. (With remat "block" the MLP's do not.)
 """
 
 from __future__ import annotations
@@ -53,6 +51,8 @@ class Weight:
     partial   its gradient is a partial sum over `tensor`
     split     ZeRO splits it over the replicas
     on_tensor `tensor` splits it
+    columns   the embedding's table where its rows travel instead of it (ZeRO-3)
+    role      of its record in `params.py`
     """
 
     name: str
@@ -61,6 +61,8 @@ class Weight:
     partial: bool
     split: bool
     on_tensor: bool
+    columns: bool
+    role: str
 
     @property
     def elements(self) -> int:
@@ -85,6 +87,7 @@ def token_shards(config: Config) -> int:
 def weights(config: Config) -> list[Weight]:
     """Every parameter of the model on one device."""
     t, n = config.mesh.tensor, replicas(config)
+    rows_travel = config.train.zero == 3 and n > 1 and not config.model.tied and config.model.width % n == 0
     found = []
     for name, spec in flatten(declared(config.model, t)):
         shape, cut = [], False
@@ -101,6 +104,8 @@ def weights(config: Config) -> list[Weight]:
                 partial=t > 1 and not cut and (inside or token_shards(config) > 1),
                 split=config.train.zero > 0 and n > 1 and any(size % n == 0 for size in shape),
                 on_tensor=t > 1 and cut,
+                columns=rows_travel and name == "embedding/table" and math.prod(microbatch(config)) // token_shards(config) <= shape[0],
+                role=spec.role,
             )
         )
     return found
@@ -127,25 +132,14 @@ def _send(config: Config, what: str, kind: str, axes: tuple[str, ...], count: in
     return [Collective(kind, axes, group, count, ring_bytes(kind, group, payload), payload, dtype, False, what)] if axes and count else []
 
 
-def written_traffic(config: Config) -> list[Collective]:
+def step_traffic(config: Config) -> list[Collective]:
     """Every collective of one training step, in no particular order.
 
     `element-wise` optimizers (adamw, lion, sgd) send nothing. XLA may move what a loop repeats unchanged out of it: ZeRO-3's gathers of
     embedding, norm, head, first and last layer then happen once a step instead of once a microbatch.
     """
     found = [each for weight in weights(config) for each in [*_gathers(config, weight), *_reductions(config, weight)]]
-    return [*found, *_activations(config), *context_traffic(config), *_loss(config), *_scalars(config)]
-
-
-def compiled_traffic(config: Config) -> list[Collective]:
-    """`written_traffic` and the sums of squares of each gradient over the axes that split it, which XLA derives from the shardings."""
-    dtype, each = config.train.master_dtype, weights(config)
-    over_tensor, over_replicas = sum(weight.on_tensor for weight in each), sum(weight.split for weight in each)
-    return [
-        *written_traffic(config),
-        *_send(config, "norm of the gradients", "all_reduce", (TENSOR,), over_tensor, 1, dtype),
-        *_send(config, "norm of the gradients", "all_reduce", REPLICA, over_replicas, 1, dtype),
-    ]
+    return [*found, *_activations(config), *context_traffic(config), *_loss(config), *_scalars(config), *_norm(config)]
 
 
 def _gathers(config: Config, weight: Weight) -> list[Collective]:
@@ -159,10 +153,17 @@ def _gathers(config: Config, weight: Weight) -> list[Collective]:
 
     if train.zero < 3:
         return gather("once a step", 1, weight.total)
+    if weight.columns:
+        b, s = microbatch(config)
+        rows = _send(
+            config, "embedding, rows", "all_to_all", REPLICA, 2 * a, b * s // token_shards(config) * config.model.width, train.compute_dtype
+        )
+        return [*_send(config, "embedding, ids", "all_gather", REPLICA, a, replicas(config) * b * s, "int32"), *rows]
     if not layers:
         return gather("once a microbatch", a, weight.elements)
-    one_pass = [*gather("first layer of a pass", a, weight.elements), *gather("one layer ahead", a * layers, weight.elements)]
-    return 2 * one_pass  # forward and backward
+    forward = [*gather("first layer", a, weight.elements), *gather("one layer ahead", a * (layers - 1), weight.elements)]
+    again = a if train.remat == "block" and "/mlp/" in weight.name else 0
+    return [*forward, *gather("one layer ahead", a * (layers - 1), weight.elements), *gather("last layer again", again, weight.elements)]
 
 
 def _reductions(config: Config, weight: Weight) -> list[Collective]:
@@ -175,12 +176,14 @@ def _reductions(config: Config, weight: Weight) -> list[Collective]:
 
     if not weight.split:
         return reduce("once a step", "all_reduce", (*REPLICA, *tensor), 1, weight.total)
+    if weight.columns:
+        return []  # each device has its columns' whole gradient
     rest = reduce("rest over tensor", "all_reduce", tensor, 1, weight.total // replicas(config))
     if train.zero == 1:
         return [*reduce("once a step", "reduce_scatter", REPLICA, 1, weight.total), *rest]
     if not layers:
         return [*reduce("once a microbatch", "reduce_scatter", REPLICA, a, weight.elements), *rest]
-    late = reduce("one layer late", "reduce_scatter", REPLICA, a * layers, weight.elements)
+    late = reduce("one layer late", "reduce_scatter", REPLICA, a * (layers - 1), weight.elements)
     return [*late, *reduce("last layer of a pass", "reduce_scatter", REPLICA, a, weight.elements), *rest]
 
 
@@ -222,12 +225,25 @@ def _scalars(config: Config) -> list[Collective]:
     return [*labels, *2 * _send(config, "sums of losses", "all_reduce", REPLICA, 1, 1, dtype)]
 
 
+def _norm(config: Config) -> list[Collective]:
+    """The gradients' sum of squares: one scalar for each set of axes that splits some of them."""
+    kinds = {(*(REPLICA if weight.split else ()), *((TENSOR,) if weight.on_tensor else ())) for weight in weights(config)}
+    return [
+        one for axes in sorted(kinds) for one in _send(config, "norm of the gradients", "all_reduce", axes, 1, 1, _scalar_dtype(config))
+    ]
+
+
 def state_bytes(config: Config) -> int:
-    """Masters and the optimizer's state on one device, exact for adamw (two moments), lion and sgd (one), and four counters."""
-    moments = {"adamw": 2, "lion": 1, "sgd": 1}[config.optimizer.name]
-    elements = sum(weight.total // (replicas(config) if weight.split else 1) for weight in weights(config))
-    counters = {"adamw": 4, "lion": 4, "sgd": 3}[config.optimizer.name]  # step, skipped, the rule's if it counts, the schedule's
-    return (1 + moments) * elements * _itemsize(config.train.master_dtype) + 4 * counters
+    """Masters and the optimizer's state on one device, exact for adamw (two moments), lion and sgd (one), and four counters. muon has one
+    moment for matrices and adamw's two for the rest; adafactor keeps sums of rows and columns, which are left out."""
+    moments = {"adamw": 2, "lion": 1, "sgd": 1, "muon": 2, "adafactor": 0}[config.optimizer.name]
+    matrices = 1 if config.optimizer.name == "muon" else moments
+    counters = {"lion": 4, "adamw": 4, "sgd": 3}.get(config.optimizer.name, 0)  # step, skipped, the rule's if it counts, the schedule's
+    elements = 0
+    for weight in weights(config):
+        copies = 1 + (matrices if weight.role == "matrix" else moments)
+        elements += copies * (weight.total // (replicas(config) if weight.split else 1))
+    return elements * _itemsize(config.train.master_dtype) + 4 * counters
 
 
 def batch_bytes(config: Config) -> int:
@@ -241,7 +257,7 @@ def weight_bytes(config: Config) -> int:
     layers (the one in use and the next). Nothing where masters are computed with as they are."""
     train, each = config.train, weights(config)
     if train.zero == 3:
-        each = [weight for weight in each if weight.split]
+        each = [weight for weight in each if weight.split and not weight.columns]
         return _itemsize(train.compute_dtype) * sum(weight.elements * (min(weight.layers, 2) or 1) for weight in each)
     made = [weight for weight in each if weight.split or train.compute_dtype != train.master_dtype]
     return _itemsize(train.compute_dtype) * sum(weight.total for weight in made)
@@ -255,8 +271,8 @@ def gradient_bytes(config: Config) -> int:
     """
     n, buffer, beside = replicas(config), 0, 0
     for weight in weights(config):
-        late = weight.split and config.train.zero >= 2
-        buffer += weight.total // n if late else weight.total
+        late = weight.split and config.train.zero >= 2 and not weight.columns
+        buffer += weight.total // n if weight.split and config.train.zero >= 2 else weight.total
         beside += weight.elements * (min(weight.layers, 2) or 1) if late else weight.total // (n if weight.split else 1)
     return _itemsize(config.train.master_dtype) * (buffer + (beside if n > 1 else 0))
 

@@ -1,8 +1,7 @@
 """Read a compiled program: XLA's optimized HLO text, as `compiled.as_text()` prints it, for CPU and GPU, jax 0.10 to 0.12.
 
     parse             text -> Program of computations and instructions
-    executions        every instruction that runs, with how often it does (loops, calls, fusions and branches followed)
-    matmul_flops      2 M N K over all matrix products
+    dot_flops         2 M N K of one matrix product
     buffers_at_least  arrays of some size that the program writes
 
 What XLA did is counted, not what was written: fused, combined, peeled or moved operations appear as they run.
@@ -12,7 +11,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 
 # XLA's short names -> (numpy's name, bits).
@@ -30,14 +28,7 @@ _DTYPES = {
 _ARRAY = re.compile(r"\b(pred|bf16|[fsuc]\d+|f8e[a-z0-9]+|f4e[a-z0-9]+)\[([\d,<=]*)\]")
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{\s*$")
 _INSTRUCTION = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = ")
-_NAME = re.compile(r"%([\w.\-]+)")
-_DIRECTIONS = {
-    "LT": lambda a, b: a < b,
-    "LE": lambda a, b: a <= b,
-    "GT": lambda a, b: a > b,
-    "GE": lambda a, b: a >= b,
-    "NE": lambda a, b: a != b,
-}
+NAME = re.compile(r"%([\w.\-]+)")
 
 
 @dataclass(frozen=True)
@@ -59,7 +50,8 @@ class Array:
 
 @dataclass(frozen=True)
 class Instruction:
-    """One line. `results`: arrays of its flattened result; `operands`: names in the same computation; `attributes`: the line's rest."""
+    """One line. `results`: arrays of its flattened result; `operands`: names in the same computation; `attributes`: the line's rest;
+    `result`: its result type as printed, with layouts and memory spaces."""
 
     name: str
     opcode: str
@@ -68,6 +60,7 @@ class Instruction:
     literal: str
     attributes: str
     computation: str
+    result: str = ""
 
     def attribute(self, name: str) -> str | None:
         """The computation or word that follows `name=`."""
@@ -128,7 +121,14 @@ def _instruction(line: str, start: int, name: str, computation: str) -> Instruct
     closing = _closing(line, opening)
     inside = line[opening + 1 : closing - 1]
     return Instruction(
-        name, line[end:opening].strip(), arrays(line[start:end]), tuple(_NAME.findall(inside)), inside, line[closing:], computation
+        name=name,
+        opcode=line[end:opening].strip(),
+        results=arrays(line[start:end]),
+        operands=tuple(NAME.findall(inside)),
+        literal=inside,
+        attributes=line[closing:],
+        computation=computation,
+        result=line[start:end],
     )
 
 
@@ -155,114 +155,11 @@ def parse(text: str) -> Program:
     return Program(computations, entry)
 
 
-def _constant(program: Program, instruction: Instruction) -> int | None:
-    """Value of an integer scalar that is a constant behind copies and converts."""
-    while instruction.opcode in ("copy", "bitcast", "convert", "copy-start", "copy-done"):
-        instruction = program.operands(instruction)[0]
-    if instruction.opcode == "fusion":
-        inner = program.computations[instruction.attribute("calls") or ""]
-        return _constant(program, inner.instructions[inner.root])
-    if instruction.opcode != "constant":
-        return None
-    return int(instruction.literal) if re.fullmatch(r"-?\d+", instruction.literal) else None
-
-
-def _call_operands(program: Program, computation: str, opcodes: tuple[str, ...]) -> tuple[Instruction, list[Instruction]] | None:
-    """The root of `computation` if its opcode is one of these, looking through one fusion, with its operands in the caller's scope."""
-    scope = program.computations[computation]
-    root = scope.instructions[scope.root]
-    if root.opcode in opcodes:
-        return root, program.operands(root)
-    inner = program.computations.get(root.attribute("calls") or "")
-    if root.opcode != "fusion" or inner is None or inner.instructions[inner.root].opcode not in opcodes:
-        return None
-    inner_root = inner.instructions[inner.root]
-    outer = program.operands(root)
-    return inner_root, [outer[int(o.literal)] if o.opcode == "parameter" else o for o in program.operands(inner_root)]
-
-
-def trip_count(program: Program, loop: Instruction) -> int:
-    """How often the body of a `while` runs: XLA's own count, else from a counter that is compared with a constant.
-
-    Raises ValueError when neither is there.
-    """
-    known = re.search(r'"known_trip_count":\{"n":"(\d+)"\}', loop.attributes)
-    if known:
-        return int(known.group(1))
-    unknown = ValueError(f"while loop {loop.name} ({loop.source}): trip count unknown, so what its body does cannot be counted")
-    compared = _call_operands(program, loop.attribute("condition") or "", ("compare",))
-    if compared is None or len(compared[1]) != 2 or compared[1][0].opcode != "get-tuple-element":
-        raise unknown
-    compare, (counter, limit) = compared
-    index = int(counter.attribute("index") or 0)
-    body = program.computations[loop.attribute("body") or ""]
-    start = program.operands(program.operands(loop)[0])
-    end = program.operands(body.instructions[body.root])
-    if len(start) <= index or len(end) <= index:
-        raise unknown
-    first, last = _constant(program, start[index]), _constant(program, limit)
-    step = _increment(program, end[index])
-    holds = _DIRECTIONS.get(compare.attribute("direction") or "")
-    if first is None or last is None or not step or holds is None:
-        raise unknown
-    trips = max(0, -(-(last - first) // step))
-    return trips + 1 if holds(first + trips * step, last) else trips
-
-
-def _increment(program: Program, update: Instruction) -> int | None:
-    """The constant of `counter + constant`, as an instruction or as a fusion of one."""
-    operands = program.operands(update)
-    if update.opcode == "fusion":
-        inner = program.computations[update.attribute("calls") or ""]
-        root = inner.instructions[inner.root]
-        if root.opcode != "add":
-            return None
-        operands = [operands[int(o.literal)] if o.opcode == "parameter" else o for o in program.operands(root)]
-    elif update.opcode != "add":
-        return None
-    constants = [value for value in (_constant(program, operand) for operand in operands) if value is not None]
-    return constants[0] if len(constants) == 1 else None
-
-
-def executions(program: Program, measure: Callable[[Instruction], float]) -> list[tuple[Instruction, int]]:
-    """Instructions with a nonzero `measure`, in program order, with how often each runs in one execution of the program.
-
-    Of a conditional's branches the one with the largest total counts.
-    Raises ValueError for a loop whose trip count is unknown, if it holds something measured.
-    """
-    memory: dict[str, list[tuple[Instruction, int]]] = {}
-
-    def total(found: list[tuple[Instruction, int]]) -> float:
-        return sum(measure(instruction) * count for instruction, count in found)
-
-    def inside(name: str) -> list[tuple[Instruction, int]]:
-        if name not in memory:
-            memory[name] = [each for instruction in program.computations[name].instructions.values() for each in follow(instruction)]
-        return memory[name]
-
-    def follow(instruction: Instruction) -> list[tuple[Instruction, int]]:
-        found = [(instruction, 1)] if measure(instruction) else []
-        if instruction.opcode == "while":
-            body = inside(instruction.attribute("body") or "")
-            trips = trip_count(program, instruction) if body else 0
-            return found + [(each, count * trips) for each, count in body]
-        if instruction.opcode == "conditional":
-            branches = re.search(r"branch_computations=\{([^}]*)\}", instruction.attributes)
-            names = (
-                _NAME.findall(branches.group(1)) if branches else [instruction.attribute(f"{way}_computation") for way in ("true", "false")]
-            )
-            return found + max((inside(name) for name in names if name), key=total)
-        callee = instruction.attribute("calls") or (instruction.attribute("to_apply") if instruction.opcode == "call" else None)
-        # A start that prints its own collective has no computation of its own here.
-        return found + (inside(callee) if callee in program.computations and not instruction.opcode.endswith("-done") else [])
-
-    return inside(program.entry)
-
-
 _MATMUL_CALLS = ("__onednn$matmul", "__cublas$gemm", "__cublas$lt$matmul")
 
 
-def _flops(program: Program, instruction: Instruction) -> int:
+def dot_flops(program: Program, instruction: Instruction) -> int:
+    """2 M N K of a `dot` or a call to oneDNN or cuBLAS; 0 for anything else."""
     if instruction.opcode == "dot":
         left = program.operands(instruction)[0].results[0]
         return 2 * instruction.results[0].size * math.prod(left.shape[i] for i in instruction.dims("lhs_contracting_dims"))
@@ -273,16 +170,6 @@ def _flops(program: Program, instruction: Instruction) -> int:
     batch = math.prod(out.shape[:-2])
     # (b M K)(b K N)(b M N) = b (b M N K)^2
     return 2 * math.isqrt(left.size * right.size * out.size // batch)
-
-
-def matmul_flops(text: str) -> int:
-    """2 M N K summed over every matrix product that one device runs, loops included.
-
-    Counts `dot` wherever it stands (GPU and YNN fusions too) and calls to oneDNN and cuBLAS. Does not see inside attention calls of cuDNN
-    or Pallas kernels, nor products of vectors that XLA rewrote as multiply and reduce.
-    """
-    program = parse(text)
-    return sum(_flops(program, each) * count for each, count in executions(program, lambda each: _flops(program, each)))
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from jaxpar.parallel import zero
 from jaxpar.parallel.split import Facts
 from jaxpar.params import Tree
 from jaxpar.plan import formulas
-from jaxpar.plan.hlo import matmul_flops
+from jaxpar.plan.loops import matmul_flops
 from jaxpar.plan.traffic import Collective, collectives, summary
 from jaxpar.train.gradients import BATCH_SPECS
 from jaxpar.train.step import Training
@@ -64,9 +64,9 @@ def block_facts(training: Training) -> Facts:
     def local(params: Tree, batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
         first = jax.tree.map(lambda a: a[0], batch)
         context = gradients.context(jax.random.key(0), first)
-        weights = jax.tree.map(lambda w: w.astype(gradients.config.train.compute_dtype), params)
-        outer = {"embedding": zero.gather(weights["embedding"], places["embedding"])}
-        layers = weights["layers"] if gradients.config.train.zero == 3 else zero.gather(weights["layers"], places["layers"])
+        dtype = gradients.config.train.compute_dtype
+        outer = {"embedding": zero.gather(params["embedding"], places["embedding"], dtype)}
+        layers = params["layers"] if gradients.config.train.zero == 3 else zero.gather(params["layers"], places["layers"], dtype)
         _, saved, _ = gradients.stack().forward(layers, gradients.functions.embed(outer, first["ids"], context), context)
         found.append(saved.cut.facts)
         return {}

@@ -49,14 +49,15 @@ def _walk(jaxpr: Any, count: int, sizes: Mapping[str, int]) -> list[Collective]:
             branches = [_walk(branch.jaxpr, count, sizes) for branch in equation.params["branches"]]
             found += max(branches, key=lambda each: sum(collective.bytes for collective in each))
         else:
-            inner = [each for body in _bodies(equation.params) for each in _walk(body, count, sizes)]
+            inner = [each for body in bodies(equation.params) for each in _walk(body, count, sizes)]
             if name == "while" and inner:
                 raise ValueError(f"while_loop around {inner[0].kind} over {inner[0].axes}: its length is unknown, use a scan")
             found += inner
     return found
 
 
-def _bodies(params: Mapping[str, Any]) -> list[Any]:
+def bodies(params: Mapping[str, Any]) -> list[Any]:
+    """The jaxprs inside an equation, by its parameters."""
     values = [each for value in params.values() for each in (value if isinstance(value, tuple | list) else (value,))]
     return [
         each.jaxpr if isinstance(each, core.ClosedJaxpr) else each for each in values if isinstance(each, core.ClosedJaxpr | core.Jaxpr)

@@ -1,6 +1,7 @@
 """What a compiled program sends: every collective with its axes, how often it runs and its bytes.
 
     collectives  compiled text and mesh -> one record per operation
+    recorded     the record of one instruction, groups_of its devices
     summary      records added up by kind, axes and dtype
 
 Groups are printed as positions in the program's device list, which is the mesh's own order (not device ids).
@@ -20,7 +21,8 @@ from dataclasses import dataclass
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxpar.plan.hlo import Array, Instruction, Program, executions, parse
+from jaxpar.plan.hlo import Array, Instruction, Program, parse
+from jaxpar.plan.loops import executions
 
 KINDS = {
     "all-reduce": "all_reduce",
@@ -140,7 +142,8 @@ def axes_of(groups: Iterable[Iterable[int]], sizes: Mapping[str, int]) -> tuple[
     return tuple(name for name in names if name in found)
 
 
-def _kind(instruction: Instruction) -> str | None:
+def kind_of(instruction: Instruction) -> str | None:
+    """The kind of collective that an instruction is or starts."""
     return KINDS.get(instruction.opcode.removesuffix("-start"))
 
 
@@ -148,17 +151,22 @@ def _sent(program: Program, instruction: Instruction) -> list[Array]:
     return [array for operand in program.operands(instruction) for array in operand.results]
 
 
-def _record(program: Program, instruction: Instruction, count: int, asynchronous: bool, sizes: Mapping[str, int]) -> list[Collective]:
-    kind = _kind(instruction)
-    assert kind is not None
-    if kind == "permute":
+def groups_of(instruction: Instruction, sizes: Mapping[str, int]) -> list[list[int]]:
+    """Devices that take part together in a collective, as positions in the mesh: groups, or for a permute pairs."""
+    if kind_of(instruction) == "permute":
         found = re.search(r"source_target_pairs=\{((?:\{\d+,\d+\},?\s*)*)\}", instruction.attributes)
         pairs = [_integers(pair) for pair in re.findall(r"\{(\d+,\d+)\}", found.group(1) if found else "")]
-        groups = [[a, b] for a, b in pairs if a != b]
-        group = 2
-    else:
-        groups = replica_groups(instruction.attributes, math.prod(sizes.values())) or [list(range(math.prod(sizes.values())))]
-        group = max(map(len, groups))
+        return [[a, b] for a, b in pairs if a != b]
+    devices = math.prod(sizes.values())
+    return replica_groups(instruction.attributes, devices) or [list(range(devices))]
+
+
+def recorded(program: Program, instruction: Instruction, count: int, asynchronous: bool, sizes: Mapping[str, int]) -> list[Collective]:
+    """`count` executions of one collective instruction, a record for each dtype; [] where no device sends anything."""
+    kind = kind_of(instruction)
+    assert kind is not None
+    groups = groups_of(instruction, sizes)
+    group = 2 if kind == "permute" else max(map(len, groups), default=1)
     axes = axes_of(groups, sizes)
     if group == 1 or not axes:
         return []
@@ -184,9 +192,9 @@ def collectives(text: str, mesh: Mesh) -> list[Collective]:
     wrapped = {
         each.attribute("calls") for c in program.computations.values() for each in c.instructions.values() if each.opcode == "async-start"
     }
-    found = executions(program, lambda each: sum(a.bytes for a in _sent(program, each)) if _kind(each) else 0)
+    found = executions(program, lambda each: sum(a.bytes for a in _sent(program, each)) if kind_of(each) else 0)
     sizes = dict(mesh.shape)
-    return [record for each, count in found for record in _record(program, each, count, each.computation in wrapped, sizes)]
+    return [record for each, count in found for record in recorded(program, each, count, each.computation in wrapped, sizes)]
 
 
 def summary(found: Iterable[Collective]) -> dict[tuple[str, tuple[str, ...], str], Total]:

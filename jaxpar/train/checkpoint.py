@@ -160,6 +160,12 @@ class SavedCheckpoints:
             raise ValueError(
                 f"checkpoint.folder: {self.folder} has no complete step {step} (steps there: {there}): {_line(error)}"
             ) from None
+        except Exception as error:  # the storage library uses several types, and messages of thousands of characters
+            if isinstance(error, (AssertionError, TypeError)):
+                raise
+            raise ValueError(
+                f"checkpoint.folder: step {step} of {self.folder} cannot be read, its files are damaged: use another step ({_line(error)})"
+            ) from error
 
     def _compare(self, step: int, wanted: dict[str, Any], saved: dict[str, list[Any]]) -> None:
         differing = []

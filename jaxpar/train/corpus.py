@@ -12,6 +12,7 @@ T tokens of the whole stream.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import pydoc_data.topics
@@ -29,6 +30,7 @@ STREAM, OFFSETS, META, TOKENIZER = "tokens.bin", "documents.npy", "meta.json", "
 # Looking at every id of a file takes a second per 2 GiB; what lies beyond this many is checked row by row as it is read.
 SCAN = 2**31
 CHUNK = 2**24
+SAMPLES, PIECE = 64, 2**14
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,23 @@ class Tokens:
     def joined(self) -> Tokens:
         """The same stream as a single document."""
         return replace(self, offsets=self.offsets[[0, -1]])
+
+    def fingerprint(self) -> dict[str, int | str]:
+        """What tells this stream from another: tokens, documents, vocabulary, and a SHA-256 of samples of ids and offsets.
+
+        At most `SAMPLES` pieces of `PIECE` entries are read of either, evenly spaced, the ends among them, so that terabytes cost no more.
+        """
+        digest = hashlib.sha256()
+        for array in (self.stream_T, self.offsets):
+            last = max(len(array) - PIECE, 0)
+            for start in sorted({last * n // (SAMPLES - 1) for n in range(SAMPLES)}):
+                digest.update(np.asarray(array[start : start + PIECE], dtype="<i8").tobytes())
+        return {
+            "tokens": len(self.stream_T),
+            "documents": len(self.offsets) - 1,
+            "vocabulary": self.vocabulary,
+            "sha256": digest.hexdigest(),
+        }
 
 
 def documents(data: DataConfig) -> Iterator[str]:

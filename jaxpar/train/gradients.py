@@ -18,7 +18,7 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxpar.config import Config
-from jaxpar.mesh import BATCH, REPLICA, SEQ
+from jaxpar.mesh import BATCH, REPLICA, SEQ, TENSOR
 from jaxpar.models.decoder import DecoderFunctions, declared, decoder_functions
 from jaxpar.models.options import train_options
 from jaxpar.parallel import collectives, joint, remat, zero
@@ -51,7 +51,7 @@ class Gradients:
         """Masters at home, a global batch, the step's number -> metrics and gradients at home, in the master dtype.
 
         The loss is the sum of token losses over the number of labels in the whole batch, over all microbatches and devices.
-        metrics: `loss` (cross entropy, mean), `z_loss` (mean), `tokens` (labels counted) and the model's own, all replicated.
+        metrics: `loss` (cross entropy, mean), `z_loss` (mean), `tokens` (labels counted), `grad_norm` and the model's own, all replicated.
         """
         homes = jax.tree.map(lambda place: place.home, self.places)
         replicated = PartitionSpec()
@@ -60,7 +60,7 @@ class Gradients:
             self.local,
             mesh=self.mesh,
             in_specs=(homes, BATCH_SPECS, replicated),
-            out_specs=(dict.fromkeys(names, replicated), homes),
+            out_specs=(dict.fromkeys((*names, "grad_norm"), replicated), homes),
         )
         precision = self.config.train.matmul_precision
         with jax.default_matmul_precision(precision) if precision != "default" else contextlib.nullcontext():
@@ -70,9 +70,7 @@ class Gradients:
         """The program of one device, on local shards."""
         train = self.config.train
         master, reduction = jnp.dtype(train.master_dtype), jnp.dtype(train.reduce_dtype)
-        weights = jax.tree.map(lambda w: w.astype(train.compute_dtype), params)
-        if train.zero < 3:
-            weights = zero.gather(weights, self.places)
+        weights = zero.gather(params, self.places, train.compute_dtype) if train.zero < 3 else params
         tokens = collectives.all_reduce((batch["labels"] >= 0).sum(dtype=jnp.int32), REPLICA)
         scale = 1 / jnp.maximum(tokens, 1).astype(master)
         key = jax.random.fold_in(jax.random.key(train.seed, impl="threefry2x32"), step)  # others depend on how a mask is cut
@@ -95,7 +93,7 @@ class Gradients:
             grads = zero.scatter(grads, self.places, reduction)
         grads = jax.tree.map(lambda g: g.astype(master), zero.finish(grads, self.places, reduction))
         sums = jax.tree.map(lambda s: collectives.all_reduce(s, tuple(sorted(collectives.varying(s)))), sums)
-        return {**sums, "tokens": tokens}, grads
+        return {**sums, "tokens": tokens, "grad_norm": zero.norm(grads)}, grads
 
     def microbatch(
         self, weights: Tree, scale: jax.Array, key: jax.Array, grads: Tree | None, batch: dict[str, jax.Array]
@@ -107,22 +105,29 @@ class Gradients:
         """
         train, master = self.config.train, jnp.dtype(self.config.train.master_dtype)
         layers, outer = weights["layers"], {name: part for name, part in weights.items() if name != "layers"}
-        outer_places = {name: self.places[name] for name in outer}
+        columns = self.columns(weights, batch["ids"])
         if train.zero == 3:
-            outer = zero.gather(outer, outer_places)
+            cast = {"embedding": jax.tree.map(lambda w: w.astype(train.compute_dtype), outer.pop("embedding"))} if columns else {}
+            outer = cast | zero.gather(outer, {name: self.places[name] for name in outer}, train.compute_dtype)
+        table = {"embedding": outer["embedding"]}
+        head = outer if self.config.model.tied else {name: part for name, part in outer.items() if name != "embedding"}
         stack, context = self.stack(), self.context(key, batch)
 
-        x, embed_backward = jax.vjp(lambda p: self.functions.embed(p, batch["ids"], context), outer)
+        x, embed_backward = jax.vjp(lambda p: self.functions.embed(p, batch["ids"], context, columns), table)
         y, saved, aux_layers = stack.forward(layers, x, context)
         daux, auxiliary = self.auxiliary(aux_layers)
-        loss, loss_backward, aux = jax.vjp(lambda p, y: self.functions.loss(p, y, batch["labels"]), outer, y, has_aux=True)
+        loss, loss_backward, aux = jax.vjp(lambda p, y: self.functions.loss(p, y, batch["labels"]), head, y, has_aux=True)
         d_loss, dy = loss_backward(collectives.vary_like(scale.astype(loss.dtype), loss))
-        dx, d_layers = stack.backward(layers, saved, dy, daux, grads and grads["layers"])
-        (d_embed,) = embed_backward(dx)
-
-        d_outer = jax.tree.map(lambda a, b: a.astype(master) + b.astype(master), d_loss, d_embed)
+        tied = d_loss.pop("embedding", None)
         if train.zero >= 2:
-            d_outer = zero.scatter(d_outer, outer_places, train.reduce_dtype)
+            d_loss = jax.tree.map(lambda g: g.astype(train.reduce_dtype), d_loss)
+        dx, d_layers = stack.backward(layers, saved, dy, daux, grads and grads["layers"], before=d_loss)
+        d_outer = self.scattered(d_loss)
+        (d_table,) = embed_backward(dx)
+        if tied is not None:
+            d_table = {"embedding": jax.tree.map(lambda a, b: a.astype(master) + b.astype(master), tied, d_table["embedding"])}
+
+        d_outer |= d_table if columns else self.scattered(d_table)
         d_outer = jax.tree.map(lambda g: g.astype(master), d_outer)
         if grads is not None:
             d_outer = jax.tree.map(jnp.add, {name: grads[name] for name in d_outer}, d_outer)
@@ -150,16 +155,42 @@ class Gradients:
         (daux,) = backward(collectives.vary_like(jnp.ones_like(value), value))
         return daux, metrics
 
+    def scattered(self, grads: Tree) -> Tree:
+        """Gradients of parts outside the layers, reduced where ZeRO does so for each microbatch."""
+        if self.config.train.zero < 2:
+            return grads
+        return zero.scatter(grads, {name: self.places[name] for name in grads}, self.config.train.reduce_dtype)
+
+    def columns(self, weights: Tree, ids_BS: jax.Array) -> tuple[str, ...]:
+        """The axes that split the columns of the embedding's table, where it is better to send the rows that a microbatch looks up than the
+        table: under ZeRO-3, with fewer tokens between blocks than entries. A tied table is gathered for the head anyway."""
+        split, rows = self.places["embedding"]["table"].split, weights["embedding"]["table"].shape[0]
+        if self.config.train.zero < 3 or self.config.model.tied or split is None or split[0] != 1:
+            return ()
+        shards = self.mesh.shape[TENSOR] if self.config.train.sequence_parallel else 1
+        return split[1] if ids_BS.size <= rows * shards else ()
+
     def stack(self) -> LayerStack:
         """The layer stack with this run's remat policy, interleaving and ZeRO."""
         train, places = self.config.train, self.places["layers"]
-        gather: Callable[[Tree], Tree] | None = (lambda shards: zero.gather_layer(shards, places)) if train.zero == 3 else None
+        gather: Callable[[Tree], Tree] | None = None
+        if train.zero == 3:
+            gather = lambda shards: zero.gather_layer(shards, {name: places[name] for name in shards}, train.compute_dtype)  # noqa: E731
         reduce: Callable[[Tree], Tree] | None = None
         if train.zero >= 2:
             reduce = lambda grads: zero.scatter_layer(grads, places, train.reduce_dtype)  # noqa: E731
-        # the backward of a chunked MLP stays one loop: cut in two, it would keep the hidden values of all tokens in between
-        fused = train.mlp_chunk > 0
-        return LayerStack(self.functions.block, remat.policy(train.remat), gather, reduce, parts=train.interleave, fused_loops=fused)
+        # A block that is computed again begins with attention: the MLP's weights, the larger part, can travel meanwhile.
+        again = ("mlp",) if train.remat == "block" else ()
+        # The backward of a chunked MLP stays one loop: cut in two, it would keep the hidden values of all tokens in between.
+        return LayerStack(
+            self.functions.block,
+            remat.policy(train.remat),
+            gather,
+            reduce,
+            parts=train.interleave,
+            fused_loops=train.mlp_chunk > 0,
+            again=again,
+        )
 
     def context(self, key: jax.Array, batch: dict[str, jax.Array]) -> Context:
         """What blocks read beside weights and activations, of one microbatch [sequence, token]."""

@@ -6,12 +6,10 @@ Rerunning the same command resumes. Stopping (SIGTERM, SIGINT) saves and leaves;
 from __future__ import annotations
 
 import contextlib
-import json
 import signal
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -23,11 +21,13 @@ from jaxpar.mesh import explain, make_mesh
 from jaxpar.parallel import zero
 from jaxpar.train import padding
 from jaxpar.train.checkpoint import Checkpoints, check_writable, state_bytes, whole_or_absent
+from jaxpar.train.corpus import Tokens
 from jaxpar.train.data import Loader, Rows, local_sequences, open_data, place
 from jaxpar.train.metrics import MetricsLog
 from jaxpar.train.progress import Progress
+from jaxpar.train.resume import check_data, check_same, check_tokenizer, save_data
 from jaxpar.train.step import State, Training, build_training
-from jaxpar.train.tokenizer import Tokenizer, load_tokenizer, save_tokenizer
+from jaxpar.train.tokenizer import Tokenizer, save_tokenizer
 
 
 def train(config: Config, devices: Sequence[jax.Device] | None = None, until: int | None = None) -> int:
@@ -61,10 +61,8 @@ def train(config: Config, devices: Sequence[jax.Device] | None = None, until: in
         stopped = stack.enter_context(_stop_signals())  # until the last save is complete
         checkpoints = _open_checkpoints(stack, training)
         if checkpoints is not None and checkpoints.latest() is not None:
-            _check_tokenizer(checkpoints.folder, tokenizer)
-        state, first = _first_state(training, checkpoints, resolved)
-        if checkpoints is not None and tokenizer is not None and jax.process_index() == 0:
-            save_tokenizer(tokenizer, checkpoints.folder)
+            _check_resumable(checkpoints, resolved, tokens, tokenizer)
+        state, first = _first_state(training, checkpoints)
         log = stack.enter_context(MetricsLog(config.log.folder, resumed=first)) if config.log.folder else None
         progress = stack.enter_context(Progress(config.train.steps, first))
         for line in _describe(training, first):
@@ -73,6 +71,12 @@ def train(config: Config, devices: Sequence[jax.Device] | None = None, until: in
         if until is not None and first >= until:
             progress.note(f"step {until} is behind already; nothing to do before --until is raised")
             return 0
+        if checkpoints is not None and jax.process_index() == 0:
+            save_data(tokens, checkpoints.folder)
+            if tokenizer is not None:
+                save_tokenizer(tokenizer, checkpoints.folder)
+        if first < config.train.steps:
+            progress.note("compiling the step")
         token_sharding = training.batch_shardings["ids"]
         batches = loader.iterate(first, config.train.steps, local_sequences(token_sharding, loader.microbatch))
         stack.callback(batches.close)
@@ -83,6 +87,7 @@ def train(config: Config, devices: Sequence[jax.Device] | None = None, until: in
             if step == first + 1:
                 jax.block_until_ready(metrics)  # compilation is not part of the rate
                 started, counted = time.perf_counter(), step
+                progress.compiled(step)
             stop = _agreed(stopped, step - first) or step == until
             if step % config.log.every == 0 or step == config.train.steps or stop:
                 values = {name: value.item() for name, value in jax.device_get(metrics).items()}
@@ -113,14 +118,13 @@ def _open_checkpoints(stack: contextlib.ExitStack, training: Training) -> Checkp
     return stack.enter_context(Checkpoints(folder, training.config.checkpoint.keep))
 
 
-def _first_state(training: Training, checkpoints: Checkpoints | None, resolved: dict[str, Any]) -> tuple[State, int]:
-    """The latest checkpoint's state, whatever mesh wrote it, or a fresh one; and the steps it has behind it.
+def _check_resumable(checkpoints: Checkpoints, resolved: dict[str, Any], tokens: Tokens, tokenizer: Tokenizer | None) -> None:
+    """Refuse to go on with a run whose configuration, tokenizer or data are others than those it began with.
 
     A field that did not exist when the checkpoint was written takes its default, which is what the run did then.
     """
-    step = checkpoints.latest() if checkpoints is not None else None
-    if checkpoints is None or step is None:
-        return training.init(), 0
+    step = checkpoints.latest()
+    assert step is not None
     try:
         saved = configfile.dump(configfile.from_dict(checkpoints.config(step)))
     except (ValueError, KeyError) as error:
@@ -128,50 +132,19 @@ def _first_state(training: Training, checkpoints: Checkpoints | None, resolved: 
             f"checkpoint.folder: step {step} in {checkpoints.folder} has a configuration of another version ({error}): "
             f"choose another folder"
         ) from None
-    _check_same(saved, resolved)
+    check_same(saved, resolved)
+    check_tokenizer(checkpoints.folder, tokenizer)
+    if step > 0:
+        check_data(checkpoints.folder, tokens)
+
+
+def _first_state(training: Training, checkpoints: Checkpoints | None) -> tuple[State, int]:
+    """The latest checkpoint's state, whatever mesh wrote it, or a fresh one; and the steps it has behind it."""
+    step = checkpoints.latest() if checkpoints is not None else None
+    if checkpoints is None or step is None:
+        return training.init(), 0
     types = padding.trimmed_types(training.abstract_state, training.gradients.specs)
     return padding.pad(checkpoints.restore(step, types), training.abstract_state), step
-
-
-# A run that goes on must read the data it would have read; these fields decide which that is. And its weights must mean what they meant:
-# the fields of the model change what it computes and no shape shows it.
-SAME = {
-    "data": ("seed", "shuffle", "sequence", "source", "path", "field", "tokenizer", "vocabulary", "documents"),
-    "train": ("batch",),
-    "model": (
-        *("rope", "norm_eps", "norm_one_plus", "activation", "windows"),
-        *("score_scale", "score_softcap", "logit_softcap", "embedding_scale"),
-    ),
-}
-
-
-def _check_same(saved: dict[str, Any], wanted: dict[str, Any]) -> None:
-    for section, fields in SAME.items():
-        meaning = "its weights mean" if section == "model" else "its data position means"
-        for field in fields:
-            old, new = (_as_yaml(config[section][field]) for config in (saved, wanted))
-            if old != new:
-                raise ValueError(
-                    f"{section}.{field}: the checkpoint was written with {old}, the run asks for {new}, "
-                    f"so {meaning} nothing; set {section}.{field}={old}, or choose another checkpoint.folder"
-                )
-
-
-def _check_tokenizer(folder: Path, tokenizer: Tokenizer | None) -> None:
-    """Refuse to go on with another tokenizer than the one beside the checkpoints: ids would mean other text, in old checkpoints too.
-
-    The same configuration can give another one: a corpus changed in place, or the embedded one of another Python.
-    """
-    beside = folder / "tokenizer.json"
-    if tokenizer is not None and beside.is_file() and load_tokenizer(beside).text() != tokenizer.text():
-        raise ValueError(
-            f"data.tokenizer: the tokenizer of this run is not the one beside its checkpoints, {beside}, so token ids mean other text; "
-            f"bring back the corpus or tokenizer it began with, or choose another checkpoint.folder"
-        )
-
-
-def _as_yaml(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value)
 
 
 def _describe(training: Training, first: int) -> list[str]:

@@ -114,8 +114,13 @@ def clip_by_global_norm(grads: Any, limit: float) -> tuple[Any, jax.Array]:
     A NaN or infinite norm leaves NaN in the gradients; the step looks at the norm and skips.
     """
     norm = global_norm(grads)
+    return clip_to(grads, norm, limit), norm
+
+
+def clip_to(grads: Any, norm: jax.Array, limit: float) -> Any:
+    """Gradients of norm `norm` scaled down to `limit` when above it."""
     scale = jnp.where(norm > limit, limit / norm, jnp.ones_like(norm))
-    return jax.tree.map(lambda x: (x * scale).astype(x.dtype), grads), norm
+    return jax.tree.map(lambda x: (x * scale).astype(x.dtype), grads)
 
 
 def state_shardings(optimizer: optax.GradientTransformation, params_shardings: Tree, specs: Tree, abstract_params: Tree) -> Any:

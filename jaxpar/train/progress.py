@@ -16,12 +16,13 @@ from rich.progress import Progress as Bar
 class Progress:
     """Steps, loss, tokens/s and time left of a run of `total` steps that starts after step `first`.
 
-    Call `update` once a logged step. Time left follows from the rate since this object was made.
+    Call `compiled` once the first step is done and `update` once a logged step. Time left follows from the rate since `compiled`: the
+    first step takes as long as its compilation.
     """
 
     def __init__(self, total: int, first: int = 0, console: Console | None = None) -> None:
         self.total, self.first = total, first
-        self._started = time.monotonic()
+        self._started, self._counted = time.monotonic(), first
         self._console = console or Console()
         self._bar: Bar | None = None
         self._quiet = jax.process_index() != 0
@@ -37,11 +38,15 @@ class Progress:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
+    def compiled(self, step: int) -> None:
+        """Step `step`, the first, is done; time counts from here."""
+        self._started, self._counted = time.monotonic(), step
+
     def update(self, step: int, loss: float, tokens_per_second: float) -> None:
         """Show that `step` steps of the run are done. The first step has no rate (NaN): it was spent compiling."""
         if self._quiet:
             return
-        left = remaining(self.total - step, step - self.first, time.monotonic() - self._started)
+        left = remaining(self.total - step, step - self._counted, time.monotonic() - self._started)
         rate = f"{float(tokens_per_second):,.0f} tokens/s  " if math.isfinite(tokens_per_second) else ""
         shown = f"loss {float(loss):.4f}  {rate}{left} left"
         if self._bar is not None:

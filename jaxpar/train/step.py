@@ -17,6 +17,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxpar import gpu
 from jaxpar.config import Config
 from jaxpar.parallel.context.layout import layout
 from jaxpar.params import Tree, init_params
@@ -95,10 +96,9 @@ def build_training(config: Config, mesh: Mesh) -> Training:
 
     def step(state: State, batch: dict[str, jax.Array]) -> tuple[State, Metrics]:
         metrics, grads = gradients(state["params"], batch, state["step"])
-        if config.optimizer.clip is None:
-            norm = rule.global_norm(grads)
-        else:
-            grads, norm = rule.clip_by_global_norm(grads, config.optimizer.clip)
+        norm = metrics["grad_norm"]
+        if config.optimizer.clip is not None:
+            grads = rule.clip_to(grads, norm, config.optimizer.clip)
         finite = jnp.isfinite(norm) & jnp.isfinite(metrics["loss"])
         updates, optimizer_state = optimizer.update(grads, state["optimizer"], state["params"])
         params = optax.apply_updates(state["params"], updates)
@@ -107,7 +107,6 @@ def build_training(config: Config, mesh: Mesh) -> Training:
         skipped = state["skipped"] + 1 - finite.astype(jnp.int32)
         metrics = {
             **metrics,
-            "grad_norm": norm,
             "learning_rate": jnp.asarray(rate(state["step"] - state["skipped"]), jnp.float32),
             "skipped": skipped,
         }
@@ -116,7 +115,10 @@ def build_training(config: Config, mesh: Mesh) -> Training:
     shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
     batch = {name: NamedSharding(mesh, spec) for name, spec in BATCH_SPECS.items()}
     replicated = NamedSharding(mesh, PartitionSpec())
-    jitted = jax.jit(step, in_shardings=(shardings, batch), out_shardings=(shardings, replicated), donate_argnums=0)
+    options = gpu.compiler_options(config.gpu) if mesh.devices.flat[0].platform == "gpu" else None
+    jitted = jax.jit(
+        step, in_shardings=(shardings, batch), out_shardings=(shardings, replicated), donate_argnums=0, compiler_options=options
+    )
     return Training(config, mesh, gradients, optimizer, state, jitted)
 
 

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from torch_bridge.casting import Cast
 from torch_bridge.joining import Concatenate, Divide, Stack, Unstack
-from torch_bridge.transforms import Cast, Chain, Crop, Each, Merge, Pad, Permute, Split, Transpose
+from torch_bridge.transforms import Chain, Crop, Each, Merge, Pad, Permute, Split, Transpose
 from torch_bridge.views import ArrayView, box_shape, boxes, read_all, slices
 
 # transform, shapes of its inputs, what numpy makes of them
@@ -126,7 +127,7 @@ def test_cast_rounds_to_even_and_back_is_exact_for_wider_types():
 
 
 def test_cast_in_chunks(monkeypatch):
-    monkeypatch.setattr("torch_bridge.transforms.CHUNK_BYTES", 64)
+    monkeypatch.setattr("torch_bridge.casting.CHUNK_BYTES", 64)
     array = np.arange(7 * 5 * 3, dtype=np.float32).reshape(7, 5, 3)
     (view,) = Cast("float32", "float64").apply((ArrayView(array),))
     assert np.array_equal(read_all(view), array)

@@ -82,7 +82,7 @@ def daux_of(aux):
     return [2 * aux["chances"]]
 
 
-def run(form, *, zero=0, parts=1, keep="matmuls", repeat=1, fused_loops=False):
+def run(form, *, zero=0, parts=1, keep="matmuls", repeat=1, again=(), fused_loops=False):
     """(y, dx, dlayers, counts) of the stack on data 4 × tensor 2. `repeat` accumulates the same gradients that often."""
     stack = LayerStack(
         BLOCK,
@@ -90,6 +90,7 @@ def run(form, *, zero=0, parts=1, keep="matmuls", repeat=1, fused_loops=False):
         gather if zero == 3 else None,
         reduce if zero >= 2 else None,
         parts=parts,
+        again=again,
         fused_loops=fused_loops,
     )
 
@@ -151,6 +152,7 @@ CASES = {
     "split": {"form": "split"},
     "custom_vjp": {"form": "custom_vjp"},
     "prefetched weights, delayed reductions": {"form": "fused", "zero": 3, "keep": "block"},
+    "some of the last layer's weights gathered again": {"form": "fused", "zero": 3, "keep": "block", "again": ("up", "down")},
     "reductions only": {"form": "fused", "zero": 2},
     "split under ZeRO-3": {"form": "split", "zero": 3},
     "loop left whole": {"form": "split", "fused_loops": True},

@@ -52,7 +52,7 @@ def executions(collectives):
 )
 def test_a_step_as_written_sends_exactly_what_the_formulas_say(row):
     run = step(**row)
-    assert executions(traced(run)) == executions(formulas.written_traffic(run))
+    assert executions(traced(run)) == executions(formulas.step_traffic(run))
 
 
 COMPILED = {
@@ -68,7 +68,7 @@ QUICK = ("usp",)
 @pytest.mark.parametrize("name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in COMPILED])
 def test_a_compiled_step_sends_exactly_what_the_formulas_say(name):
     run = COMPILED[name]
-    expected, found = summary(formulas.compiled_traffic(run)), summary(measured(run).sent)
+    expected, found = summary(formulas.step_traffic(run)), summary(measured(run).sent)
     assert {key: total.payload for key, total in found.items()} == {key: total.payload for key, total in expected.items()}
 
 
@@ -93,4 +93,4 @@ def test_closed_forms():
 )
 def test_another_step_does_not_match(change):
     """Negative control: the formulas of any other setting disagree with the program."""
-    assert executions(traced(step())) != executions(formulas.written_traffic(step(**change)))
+    assert executions(traced(step())) != executions(formulas.step_traffic(step(**change)))

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from jaxpar.plan.hlo import buffers_at_least, executions, matmul_flops, parse
+from jaxpar.plan.hlo import buffers_at_least, parse
+from jaxpar.plan.loops import executions, matmul_flops
 
 M, K, OUTER, INNER = 32, 48, 3, 5
 

@@ -48,8 +48,11 @@ def traced(run):
 
 
 def each(collectives):
-    """Collectives as a multiset: what they are for does not matter, all else does."""
-    return Counter((one.kind, one.axes, one.dtype, one.count, one.payload) for one in collectives)
+    """Executions as a multiset: what they are for and where they stand does not matter, all else does."""
+    found: Counter[tuple] = Counter()
+    for one in collectives:
+        found[one.kind, one.axes, one.dtype, one.payload // max(one.count, 1)] += one.count
+    return +found
 
 
 def pairwise(**choices):

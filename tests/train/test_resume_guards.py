@@ -3,11 +3,13 @@
 import dataclasses
 
 import jax
+import numpy as np
 import pytest
 
 from jaxpar import configfile
 from jaxpar.train import loop
 from jaxpar.train.checkpoint import Checkpoints
+from jaxpar.train.corpus import write_tokens
 
 
 def test_a_changed_corpus_does_not_replace_the_tokenizer(tmp_path):
@@ -34,6 +36,35 @@ def test_a_changed_corpus_does_not_replace_the_tokenizer(tmp_path):
     text.write_text(first)  # the control: the corpus it began with goes on
     assert loop.train(config, devices, until=2) == 0
     assert (folder / "2").is_dir() and (folder / "tokenizer.json").read_bytes() == kept
+
+
+def test_data_may_move_but_not_change(tmp_path):
+    """Token folders, whose tokenizer stays the same whatever they hold."""
+    ids = np.arange(400, dtype=np.uint32) % 61
+    folders = {}
+    for name, kept in (("begun", ids), ("moved", ids), ("longer", np.append(ids, ids[:9])), ("other", np.where(ids == 7, 8, ids))):
+        folders[name] = tmp_path / name
+        write_tokens(folders[name], iter([kept[:150], kept[150:]]), 61)
+    config = configfile.from_dict(
+        {
+            "model": {"vocabulary": 61, "width": 16, "layers": 1, "heads": 2, "kv_heads": 2, "mlp_width": 16},
+            "data": {"source": "tokens", "path": str(folders["begun"]), "sequence": 8},
+            "train": {"steps": 3, "batch": 2, "compute_dtype": "float32"},
+            "checkpoint": {"folder": str(tmp_path / "checkpoints"), "every": 1},
+        }
+    )
+
+    def go_on(name, until):
+        return loop.train(dataclasses.replace(config, data=dataclasses.replace(config.data, path=str(folders[name]))), devices, until=until)
+
+    devices = jax.devices()[:1]
+    assert go_on("begun", 1) == 0
+    assert go_on("moved", 2) == 0
+    with pytest.raises(ValueError, match=r"data\.path: the data changed from 400 tokens of 2 documents to 409 tokens of 2 documents since"):
+        go_on("longer", 3)
+    with pytest.raises(ValueError, match=r"data\.path: the data changed in content since this run began"):
+        go_on("other", 3)
+    assert go_on("begun", 3) == 0
 
 
 def test_a_checkpoint_from_before_a_field_existed_has_its_default(tmp_path, monkeypatch):

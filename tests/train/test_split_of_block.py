@@ -36,11 +36,11 @@ def test_a_pipeline_can_rely_on_it(monkeypatch, keep, blocks_of_attention):
 
 @pytest.mark.parametrize("keep", remat.POLICIES)
 def test_no_weight_is_saved(monkeypatch, keep):
-    """Kept values have a batch and tokens; none has the shape of a weight, whole or cast, in any precision."""
+    """Kept values have a batch and tokens, in either order; none has the shape of a weight, whole or cast, in any precision."""
     cut, run = cut_of(monkeypatch, tensor=2, data=2, zero=3, remat=keep, compute_dtype="bfloat16", master_dtype="float32")
     local = run.train.batch // 2
     assert cut.facts.saved
-    assert all(shape[0] == local and math.prod(shape) % local == 0 for shape, _ in cut.facts.saved)
+    assert all(local in shape[:2] for shape, _ in cut.facts.saved)
 
 
 def test_saved_falls_with_the_policy(monkeypatch):

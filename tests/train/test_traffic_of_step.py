@@ -49,13 +49,13 @@ def step(mesh, **settings):
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: "-".join(str(value) for name, value in row.items() if name != "model"))
 def test_a_step_as_written_sends_exactly_what_the_formulas_say(row):
     run = step(**row)
-    assert each(traced(run)) == each(formulas.written_traffic(run))
+    assert each(traced(run)) == each(formulas.step_traffic(run))
 
 
 @pytest.mark.parametrize("run", [level(number) for number in LEVELS], ids=lambda run: f"zero{run.train.zero}")
 def test_a_compiled_step_sends_exactly_what_the_formulas_say(run):
     """Bytes of every kind, axes and dtype; operations too, but for all-reduces, which XLA may combine."""
-    expected, found = summary(formulas.compiled_traffic(run)), summary(measured(run).sent)
+    expected, found = summary(formulas.step_traffic(run)), summary(measured(run).sent)
     assert {key: total.payload for key, total in found.items()} == {key: total.payload for key, total in expected.items()}
     for key, total in found.items():
         assert total.count <= expected[key].count
@@ -80,7 +80,7 @@ def test_zero_0_sends_the_same_over_data_for_any_accumulation():
 
 def test_reduction_and_gather_have_the_dtypes_asked_for():
     run = step((4, 2), zero=1, model=PLAIN, compute_dtype="bfloat16", reduce_dtype="bfloat16")
-    assert each(traced(run)) == each(formulas.written_traffic(run))
+    assert each(traced(run)) == each(formulas.step_traffic(run))
     assert {key[2] for key in summary(traced(run)) if key[0] in ("all_gather", "reduce_scatter")} == {"bfloat16"}
 
 
@@ -109,8 +109,8 @@ def test_another_step_does_not_match(change):
     """Negative control: the formulas of any other setting disagree with the program."""
     run = step((4, 2), zero=3, accumulation=2, model=PLAIN)
     other = dataclasses.replace(run, train=dataclasses.replace(run.train, **change))
-    assert each(traced(run)) == each(formulas.written_traffic(run))
-    assert each(traced(run)) != each(formulas.written_traffic(other))
+    assert each(traced(run)) == each(formulas.step_traffic(run))
+    assert each(traced(run)) != each(formulas.step_traffic(other))
 
 
 def test_one_reduction_too_many_does_not_match(monkeypatch):
@@ -123,7 +123,7 @@ def test_one_reduction_too_many_does_not_match(monkeypatch):
         return sums, jax.tree.map(vary_like, finished, grads)
 
     run = step((4, 2), zero=0, accumulation=2, model=PLAIN)
-    expected = summary(formulas.written_traffic(run))["all_reduce", ("data",), "float32"].payload
+    expected = summary(formulas.step_traffic(run))["all_reduce", ("data",), "float32"].payload
     monkeypatch.setattr(Gradients, "microbatch", eager)
     found = summary(traced.__wrapped__(run))["all_reduce", ("data",), "float32"].payload
     assert found == 3 * (expected - 8) + 8  # but the two sums of losses

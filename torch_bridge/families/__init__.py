@@ -14,7 +14,7 @@ FAMILIES = {family.name: family for family in (LLAMA, MISTRAL, QWEN2, QWEN3)}
 
 def find_family(name: str) -> Family:
     """The family of a `model_type`. ValueError naming those there are."""
-    if name not in FAMILIES:
+    if not isinstance(name, str) or name not in FAMILIES:
         raise ValueError(f"model_type: {name!r} is not supported; there are {', '.join(FAMILIES)}")
     return FAMILIES[name]
 

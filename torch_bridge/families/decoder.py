@@ -54,7 +54,7 @@ HEAD = "lm_head.weight"
 END = (Rule("norm/weight", "model.norm.weight"), Rule("head/table", HEAD))
 
 IGNORED = (
-    Ignored(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq", "a buffer of older versions, computed from the configuration"),
+    Ignored(r"model\.(layers\.[0-9]+\.self_attn\.)?rotary_emb\.inv_freq", "a buffer of older versions, computed from the configuration"),
 )
 
 

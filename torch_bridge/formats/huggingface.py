@@ -12,36 +12,44 @@ runs what they hold.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import math
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from torch_bridge.formats.safetensors import FileTensor, read_header, strict_json, write_file
+from torch_bridge.formats.safetensors import FileTensor, instead, read_header, strict_json, write_file
 from torch_bridge.report import BridgeError, Problem, shown
 from torch_bridge.views import View
 
 CONFIG = "config.json"
+FULL = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
+TOKENIZER = "tokenizer.json"
 CARRIED = (
-    "tokenizer.json",
+    TOKENIZER,
     "tokenizer_config.json",
     "tokenizer.model",
     "special_tokens_map.json",
     "added_tokens.json",
     "vocab.json",
     "merges.txt",
+    "vocab.txt",
+    "spiece.model",
+    "tekken.json",
     "chat_template.jinja",
     "chat_template.json",
     "generation_config.json",
 )
+CARRIED_FOLDERS = ("additional_chat_templates",)
 
 
 # What torch's wrappers put before names: DDP the first, in front of everything; compile, FSDP and activation checkpointing the others,
@@ -74,7 +82,8 @@ class Folder:
 def read_folder(path: Path) -> Folder:
     """Everything but the data. Problems are collected; only a folder that is none raises BridgeError."""
     if not path.is_dir():
-        raise BridgeError(path, [Problem(str(path), "", "a folder with config.json and safetensors", "no such folder")])
+        found = "a file" if path.is_file() else "no such folder"
+        raise BridgeError(path, [Problem(str(path), "", "a folder with config.json and safetensors", found)])
     folder = Folder(path)
     folder.config = _json(folder, CONFIG) or {}
     files = _files(folder)
@@ -105,7 +114,7 @@ def _json(folder: Folder, name: str) -> dict[str, Any] | None:
     path = folder.path / name
     try:
         if not path.is_file():
-            folder.refuse(name, "a file", "none")
+            folder.refuse(name, "a file", instead(path))
             return None
         value = strict_json(path.read_bytes())
     except (OSError, ValueError) as error:
@@ -119,7 +128,8 @@ def _json(folder: Folder, name: str) -> dict[str, Any] | None:
 
 def _files(folder: Folder) -> dict[str, list[str] | None]:
     """Files to read, each with the tensors that the index wants in it; None where there is no index."""
-    single, index = (folder.path / SINGLE).is_file(), (folder.path / INDEX).is_file()
+    # a link to nothing, or a folder of that name, is no absent file
+    single, index = os.path.lexists(folder.path / SINGLE), os.path.lexists(folder.path / INDEX)
     if index:
         files = _index(folder)
         if single and SINGLE not in files:
@@ -153,7 +163,7 @@ def _index(folder: Folder) -> dict[str, list[str] | None]:
         return {}
     files: dict[str, list[str] | None] = {}
     for key, name in table.items():
-        if not isinstance(name, str) or name != os.path.basename(name) or "\\" in name or not name.endswith(".safetensors") or "\0" in name:
+        if not isinstance(name, str) or not _file_name(name):
             folder.refuse(INDEX, "the name of a .safetensors file in this folder", repr(name), key)
             folder.unreadable.add(key)
             continue
@@ -163,11 +173,17 @@ def _index(folder: Folder) -> dict[str, list[str] | None]:
     return files
 
 
+def _file_name(name: str) -> bool:
+    """Whether a name stays in the folder and may be a file's."""
+    plain = name == os.path.basename(name) and "\\" not in name and "\0" not in name
+    return plain and name.endswith(".safetensors") and len(name.encode()) <= 255
+
+
 def _read_file(folder: Folder, name: str, wanted: list[str] | None) -> None:
     path = folder.path / name
     if wanted is not None and not path.exists():
         some = ", ".join(wanted[:3]) + (f" and {len(wanted) - 3} more" if len(wanted) > 3 else "")
-        folder.refuse(name, f"a file with {some}, as {INDEX} says", "no such file")
+        folder.refuse(name, f"a file with {some}, as {INDEX} says", instead(path) if path.is_symlink() else "no such file")
         folder.unreadable.update(wanted)
         return
     tensors, problems = read_header(path)
@@ -189,29 +205,63 @@ def _read_file(folder: Folder, name: str, wanted: list[str] | None) -> None:
 
 
 def carried(folder: Path) -> tuple[Path, ...]:
-    """Tokenizer and generation files of a folder."""
-    return tuple(folder / name for name in CARRIED if (folder / name).is_file())
+    """Tokenizer and generation files of a folder, and folders of such."""
+    files = [folder / name for name in CARRIED if (folder / name).is_file()]
+    return (*files, *(folder / name for name in CARRIED_FOLDERS if (folder / name).is_dir()))
+
+
+def copy_carried(paths: Iterable[Path], folder: Path) -> None:
+    """Copies of `carried` in `folder`. What a link leads to is copied."""
+    for path in paths:
+        if path.is_dir():
+            shutil.copytree(path, folder / path.name)
+        else:
+            shutil.copyfile(path, folder / path.name)
+
+
+def check_free(path: Path) -> None:
+    """ValueError where `path` cannot become a new folder: it is there and not empty (nothing is ever overwritten), or lies below a file."""
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise ValueError(f"{path}: exists already and is {'not empty' if path.is_dir() else 'a file'}; choose another folder")
+    above = next((parent for parent in path.absolute().parents if parent.exists()), path)
+    if not above.is_dir():
+        raise ValueError(f"{path}: {above} is a file, no folder can be made in it; choose another folder")
 
 
 @contextlib.contextmanager
 def whole_folder(path: Path) -> Iterator[Path]:
-    """A temporary folder beside `path` that takes its name when all went well, and is removed when not.
-
-    ValueError where `path` exists and is not empty: nothing is ever overwritten."""
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise ValueError(f"{path}: exists already and is not empty; choose another folder")
+    """A temporary folder beside `path` that takes its name when all went well. When not, it is removed, and what was made above it; only a
+    process that is killed leaves it behind, `.NAME.PID.tmp`. ValueError as `check_free`."""
+    check_free(path)
+    path = Path(os.path.realpath(path))  # where a link leads, and "." by its name
+    made = [parent for parent in path.parents if not parent.exists()]
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir()
+    _remove(temporary)
     try:
+        temporary.mkdir()
         yield temporary
         if path.exists():
             path.rmdir()
         temporary.rename(path)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
+    except BaseException as error:
+        _remove(temporary)
+        with contextlib.suppress(OSError):
+            for parent in made:
+                parent.rmdir()
+        if isinstance(error, OSError) and error.errno in FULL:
+            reason = f"{os.strerror(error.errno)}; free space or choose another folder, nothing was left there"
+            raise OSError(error.errno, reason, str(path)) from None
         raise
+
+
+def _remove(folder: Path) -> None:
+    """Also where threads of a writer that failed still make files in it, for a moment."""
+    for _ in range(50):
+        shutil.rmtree(folder, ignore_errors=True)
+        if not folder.exists():
+            return
+        time.sleep(0.1)
 
 
 def shards(tensors: Mapping[str, View], most: int) -> list[list[str]]:

@@ -28,7 +28,7 @@ from torch_bridge.report import Problem
 from torch_bridge.views import Index, Shape, View, box_shape, read_all, whole
 
 LONGEST_HEADER = 100_000_000
-WINDOW = 32 * 2**20  # bytes of a file that are mapped at a time
+WINDOW = 16 * 2**20  # bytes of a file that are mapped at a time
 RUN = 2**18  # bytes in a row from which on reading beats mapping
 LONGEST_READ = 2**30
 
@@ -154,6 +154,13 @@ def strict_json(data: bytes) -> Any:
     return value
 
 
+def instead(path: Path) -> str:
+    """What is there where a file should be, or cannot be read."""
+    if path.is_symlink() and not path.exists():
+        return f"a link to {os.readlink(path)}, which is not there"
+    return "a folder" if path.is_dir() else "something else" if path.exists() else "none"
+
+
 def read_header(path: Path) -> tuple[dict[str, FileTensor], list[Problem]]:
     """The tensors of a file by name, and what is wrong with it. Reads the header and the file's size, no data.
 
@@ -164,8 +171,8 @@ def read_header(path: Path) -> tuple[dict[str, FileTensor], list[Problem]]:
         return Problem(path.name, tensor, expected, found)
 
     try:
-        if not stat.S_ISREG(path.stat().st_mode):
-            return {}, [fault("a file", "something else")]
+        if not path.exists() or not stat.S_ISREG(path.stat().st_mode):
+            return {}, [fault("a file", instead(path))]
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
             prefix = file.read(8)

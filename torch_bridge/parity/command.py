@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -39,9 +40,11 @@ def call(args: argparse.Namespace) -> int:
         raise ValueError(f"--worst: {args.worst} must be at least 1")
     if args.json is not None and not Path(args.json).absolute().parent.is_dir():
         raise ValueError(f"--json: there is no folder {Path(args.json).absolute().parent}; make it, or choose another file")
+    if args.json is not None and Path(args.json).is_dir():
+        raise ValueError(f"--json: {args.json!r} is a folder; name a file")
     if args.dtype == "float64":
         jax.config.update("jax_enable_x64", True)
-    distributed.start(mesh.devices)
+    distributed.start(mesh.devices, {name: os.environ[name] for name in ("XLA_FLAGS",) if name in os.environ})  # simulated devices alone
     try:
         from torch_bridge.parity.ladder import run_parity  # torch takes seconds to import
     except ImportError as error:

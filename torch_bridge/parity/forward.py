@@ -76,9 +76,9 @@ def _run(training: Training, local: Any, places: Any, params: Tree, batch: Array
     gradients = training.gradients
 
     def program(params: Tree, batch: Arrays) -> Any:
-        cast = jax.tree.map(lambda w: w.astype(training.config.train.compute_dtype), params)
+        weights = zero.gather(params, gradients.places, training.config.train.compute_dtype)
         batch = jax.tree.map(lambda a: a[0], batch)
-        return local(zero.gather(cast, gradients.places), batch, gradients.context(jax.random.key(0), batch))
+        return local(weights, batch, gradients.context(jax.random.key(0), batch))
 
     homes = jax.tree.map(lambda place: place.home, gradients.places)
     one = {name: value.reshape(1, -1, *value.shape[2:]) for name, value in batch.items()}

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,7 +67,7 @@ def run_parity(
     one_of("dtype", dtype, tuple(TOLERANCES))
     require(steps >= 1, f"steps: {steps} must be at least 1")
     require(sequence >= 2, f"sequence: {sequence} must be at least 2 tokens")
-    require(tolerance is None or tolerance > 0, f"tolerance: {tolerance} must be positive")
+    require(tolerance is None or 0 < tolerance < math.inf, f"tolerance: {tolerance} must be positive and finite")
     require(mesh.devices <= len(jax.devices()), f"mesh: {mesh.devices} devices are asked for and there are {len(jax.devices())}; use fewer")
     limit = TOLERANCES[dtype] if tolerance is None else tolerance
     with precise():

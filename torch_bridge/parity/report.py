@@ -8,7 +8,6 @@ Report    rungs, tolerance, verdict; `table` prints it, `json` is what --json wr
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +15,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-Arrays = Mapping[str, Any]
+Arrays = dict[str, Any]
 RUNGS = ("logits", "loss", "gradients", "steps")
 
 

@@ -78,7 +78,7 @@ def batches(config: Config, count: int, seed: int = 0) -> list[Arrays]:
     random = np.random.default_rng(seed)
     shape = (config.train.batch, config.data.sequence)
     keep_B1 = np.linspace(0.95, 0.3, shape[0])[:, None]
-    made = []
+    made: list[Arrays] = []
     for _ in range(count):
         ids_BS = random.integers(0, config.model.vocabulary, shape, dtype=np.int32)
         labels_BS = np.where(random.random(shape) < keep_B1, np.roll(ids_BS, -1, axis=1), -1).astype(np.int32)

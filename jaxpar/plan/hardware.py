@@ -1,0 +1,128 @@
+"""GPUs and the clusters they stand in, as data: configs/hardware/*.yaml.
+
+    load       a name such as h100, or a path -> Hardware
+    known      the names there are
+    Hardware   what compiling for it needs (`target`), what it can do at best, and which part of that programs reach (`fractions`)
+
+Bandwidths are bytes/s that one GPU sends in one direction, peaks are dense FLOP/s, times are seconds. Every value has a source.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from jaxpar import configfile
+
+FOLDER = Path(__file__).parent.parent / "hardware"  # configs/hardware, which the wheel holds too
+
+# Shorter names people use.
+ALIASES = {"a100": "a100_80g", "h100": "h100_sxm", "h200": "h200_sxm"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Link:
+    """How GPUs are joined: `bandwidth` of one GPU in one direction, bytes/s; `fraction` of it that large collectives reach;
+    `latency` of one step of a ring, seconds."""
+
+    bandwidth: float
+    fraction: float
+    latency: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fractions:
+    """Parts of the peaks that kernels reach: large bf16 matmuls, fused causal attention in each direction, memory-bound kernels."""
+
+    matmul: float
+    attention_forward: float
+    attention_backward: float
+    memory: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hardware:
+    """One kind of GPU and its usual cluster.
+
+    name              the file's
+    description       NVIDIA's name, as XLA knows it
+    target            fields of XLA's GpuDeviceInfoProto; a nested section is a nested message
+    memory            bytes that the device has
+    memory_bandwidth  bytes/s
+    peak_flops        dense, by dtype (numpy's name; tfloat32 is what float32 matmuls may use)
+    gpus_per_node     GPUs that `node` joins
+    node, network     links inside a host and between hosts
+    launch            seconds that starting a collective costs whatever its size
+    kernel            seconds between the starts of two kernels that do nothing
+    """
+
+    name: str
+    description: str
+    target: Mapping[str, Any]
+    memory: int
+    memory_bandwidth: float
+    peak_flops: Mapping[str, float]
+    gpus_per_node: int
+    node: Link
+    network: Link
+    launch: float
+    kernel: float
+    fractions: Fractions
+    sources: Mapping[str, str]
+
+    def target_config(self) -> str:
+        """The text proto that `jax.experimental.topologies.get_topology_desc` takes as `target_config`."""
+        info = {**self.target, "memory_bandwidth": int(self.memory_bandwidth), "device_memory_size": self.memory}
+        return (
+            f"gpu_device_info {{ {_proto(info)} }}\n"
+            'platform_name: "CUDA" dnn_version_info { major: 9 minor: 8 } runtime_version { major: 13 }\n'
+            f'device_description_str: "{self.description}"'
+        )
+
+
+def _proto(section: Mapping[str, Any]) -> str:
+    return " ".join(f"{key} {{ {_proto(value)} }}" if isinstance(value, Mapping) else f"{key}: {value}" for key, value in section.items())
+
+
+def known() -> list[str]:
+    """Names of the GPUs that have a file, and shorter ones."""
+    return sorted([*(file.stem for file in FOLDER.glob("*.yaml")), *ALIASES])
+
+
+def load(name: str) -> Hardware:
+    """The hardware called `name` (`h100`, `h100_sxm`), or of a file (a path that ends in .yaml).
+
+    Raises ValueError listing the known names for an unknown one, and naming file and key for a file that is wrong; OSError for a path
+    that cannot be read.
+    """
+    path = Path(name) if name.endswith(".yaml") else FOLDER / f"{ALIASES.get(name.lower(), name.lower())}.yaml"
+    if not name.endswith(".yaml") and not path.is_file():
+        raise ValueError(f"--gpu: {name!r} is not one of {', '.join(known())}, nor a .yaml file such as those in configs/hardware")
+    raw = configfile.read_mapping(path)
+    try:
+        return _hardware(path.stem, raw)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
+def _hardware(name: str, raw: Mapping[str, Any]) -> Hardware:
+    wanted = {each.name for each in fields(Hardware)} - {"name"}
+    if set(raw) != wanted:
+        raise ValueError(f"needs the keys {', '.join(sorted(wanted))}; {', '.join(sorted(set(raw) ^ wanted))} missing or unknown")
+    sections = {"node": Link, "network": Link, "fractions": Fractions}
+    built = {key: sections[key](**value) if key in sections else value for key, value in raw.items()}
+    _check_numbers({key: value for key, value in raw.items() if key not in ("description", "target", "sources")})
+    sourced = set(raw["sources"])
+    if missing := wanted - {"sources", "description"} - sourced:
+        raise ValueError(f"sources: {', '.join(sorted(missing))} without a source")
+    return Hardware(name=name, **built)
+
+
+def _check_numbers(values: Mapping[str, Any], where: str = "") -> None:
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            _check_numbers(value, f"{where}{key}.")
+        elif isinstance(value, bool) or not isinstance(value, (int, float)) or value < 0:
+            raise ValueError(f"{where}{key}: {value!r} is not a number of 0 or more")

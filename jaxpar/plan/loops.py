@@ -1,0 +1,135 @@
+"""How often each instruction of a compiled program runs.
+
+trip_count    iterations of one loop
+executions    every instruction that runs, with how often it does (loops, calls, fusions and branches followed)
+matmul_flops  2 M N K of every matrix product, so counted
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+from jaxpar.plan.hlo import NAME, Instruction, Program, dot_flops, parse
+
+_DIRECTIONS = {
+    "LT": lambda a, b: a < b,
+    "LE": lambda a, b: a <= b,
+    "GT": lambda a, b: a > b,
+    "GE": lambda a, b: a >= b,
+    "NE": lambda a, b: a != b,
+}
+
+
+def _constant(program: Program, instruction: Instruction) -> int | None:
+    """Value of an integer scalar that is a constant behind copies and converts."""
+    while instruction.opcode in ("copy", "bitcast", "convert", "copy-start", "copy-done"):
+        instruction = program.operands(instruction)[0]
+    if instruction.opcode == "fusion":
+        inner = program.computations[instruction.attribute("calls") or ""]
+        return _constant(program, inner.instructions[inner.root])
+    if instruction.opcode != "constant":
+        return None
+    return int(instruction.literal) if re.fullmatch(r"-?\d+", instruction.literal) else None
+
+
+def _call_operands(program: Program, computation: str, opcodes: tuple[str, ...]) -> tuple[Instruction, list[Instruction]] | None:
+    """The root of `computation` if its opcode is one of these, looking through one fusion, with its operands in the caller's scope."""
+    scope = program.computations[computation]
+    root = scope.instructions[scope.root]
+    if root.opcode in opcodes:
+        return root, program.operands(root)
+    inner = program.computations.get(root.attribute("calls") or "")
+    if root.opcode != "fusion" or inner is None or inner.instructions[inner.root].opcode not in opcodes:
+        return None
+    inner_root = inner.instructions[inner.root]
+    outer = program.operands(root)
+    return inner_root, [outer[int(o.literal)] if o.opcode == "parameter" else o for o in program.operands(inner_root)]
+
+
+def trip_count(program: Program, loop: Instruction) -> int:
+    """How often the body of a `while` runs: XLA's own count, else from a counter that is compared with a constant.
+
+    Raises ValueError when neither is there.
+    """
+    known = re.search(r'"known_trip_count":\{"n":"(\d+)"\}', loop.attributes)
+    if known:
+        return int(known.group(1))
+    unknown = ValueError(f"while loop {loop.name} ({loop.source}): trip count unknown, so what its body does cannot be counted")
+    compared = _call_operands(program, loop.attribute("condition") or "", ("compare",))
+    if compared is None or len(compared[1]) != 2 or compared[1][0].opcode != "get-tuple-element":
+        raise unknown
+    compare, (counter, limit) = compared
+    index = int(counter.attribute("index") or 0)
+    body = program.computations[loop.attribute("body") or ""]
+    start = program.operands(program.operands(loop)[0])
+    end = program.operands(body.instructions[body.root])
+    if len(start) <= index or len(end) <= index:
+        raise unknown
+    first, last = _constant(program, start[index]), _constant(program, limit)
+    step = _increment(program, end[index])
+    holds = _DIRECTIONS.get(compare.attribute("direction") or "")
+    if first is None or last is None or not step or holds is None:
+        raise unknown
+    trips = max(0, -(-(last - first) // step))
+    return trips + 1 if holds(first + trips * step, last) else trips
+
+
+def _increment(program: Program, update: Instruction) -> int | None:
+    """The constant of `counter + constant`, as an instruction or as a fusion of one."""
+    operands = program.operands(update)
+    if update.opcode == "fusion":
+        inner = program.computations[update.attribute("calls") or ""]
+        root = inner.instructions[inner.root]
+        if root.opcode != "add":
+            return None
+        operands = [operands[int(o.literal)] if o.opcode == "parameter" else o for o in program.operands(root)]
+    elif update.opcode != "add":
+        return None
+    constants = [value for value in (_constant(program, operand) for operand in operands) if value is not None]
+    return constants[0] if len(constants) == 1 else None
+
+
+def executions(program: Program, measure: Callable[[Instruction], float]) -> list[tuple[Instruction, int]]:
+    """Instructions with a nonzero `measure`, in program order, with how often each runs in one execution of the program.
+
+    Of a conditional's branches the one with the largest total counts.
+    Raises ValueError for a loop whose trip count is unknown, if it holds something measured.
+    """
+    memory: dict[str, list[tuple[Instruction, int]]] = {}
+
+    def total(found: list[tuple[Instruction, int]]) -> float:
+        return sum(measure(instruction) * count for instruction, count in found)
+
+    def inside(name: str) -> list[tuple[Instruction, int]]:
+        if name not in memory:
+            memory[name] = [each for instruction in program.computations[name].instructions.values() for each in follow(instruction)]
+        return memory[name]
+
+    def follow(instruction: Instruction) -> list[tuple[Instruction, int]]:
+        found = [(instruction, 1)] if measure(instruction) else []
+        if instruction.opcode == "while":
+            body = inside(instruction.attribute("body") or "")
+            trips = trip_count(program, instruction) if body else 0
+            return found + [(each, count * trips) for each, count in body]
+        if instruction.opcode == "conditional":
+            branches = re.search(r"branch_computations=\{([^}]*)\}", instruction.attributes)
+            names = (
+                NAME.findall(branches.group(1)) if branches else [instruction.attribute(f"{way}_computation") for way in ("true", "false")]
+            )
+            return found + max((inside(name) for name in names if name), key=total)
+        callee = instruction.attribute("calls") or (instruction.attribute("to_apply") if instruction.opcode == "call" else None)
+        # A start that prints its own collective has no computation of its own here.
+        return found + (inside(callee) if callee in program.computations and not instruction.opcode.endswith("-done") else [])
+
+    return inside(program.entry)
+
+
+def matmul_flops(text: str) -> int:
+    """2 M N K summed over every matrix product that one device runs, loops included.
+
+    Counts `dot` wherever it stands (GPU and YNN fusions too) and calls to oneDNN and cuBLAS. Does not see inside attention calls of cuDNN
+    or Pallas kernels, nor products of vectors that XLA rewrote as multiply and reduce.
+    """
+    program = parse(text)
+    return sum(dot_flops(program, each) * count for each, count in executions(program, lambda each: dot_flops(program, each)))

@@ -1,0 +1,91 @@
+"""The fullest moment of a step on one GPU, from the configuration alone, and what papers say of the same.
+
+    predicted_peak  bytes, to compare with the compiled program
+    formula_bytes   16 bytes a parameter with its ZeRO share, and Korthikanti's activations
+
+Sources: Rajbhandari et al., "ZeRO" (SC'20), section 3.1; Korthikanti et al., "Reducing Activation Recomputation" (2022), table 2, without
+the scores that fused attention does not keep.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax.numpy as jnp
+
+from jaxpar.config import Config
+from jaxpar.plan import formulas
+
+
+def formula_bytes(config: Config) -> dict[str, int]:
+    """Of one GPU: `state` by 16 bytes a parameter and its ZeRO shares, `activations` of a microbatch by Korthikanti without attention
+    scores, at the remat policy that is nearest; and `kept`, what this program's forward keeps for the backward."""
+    n, level, elements = formulas.replicas(config), config.train.zero, sum(weight.total for weight in formulas.weights(config))
+    shares = {0: 16, 1: 4 + 12 / n, 2: 2 + 14 / n, 3: 16 / n}[level]
+    (b, s), t = formulas.microbatch(config), config.mesh.tensor
+    one = b * s * config.model.width
+    tokens = t if config.train.sequence_parallel else 1
+    full = one * (10 / tokens + 24 / t)
+    each = {"block": 2 * one / tokens, "attention": 2 * one / tokens + 2 * one / t}.get(config.train.remat, full)
+    return {"state": round(shares * elements), "activations": round(config.model.layers * each), "kept": kept_bytes(config)}
+
+
+def kept_bytes(config: Config) -> int:
+    """What the forward of a microbatch keeps for the backward. "none" keeps a layer's every value: what "matmuls" does and as much again of
+    element-wise results."""
+    kept = formulas.saved_bytes(config)
+    return 2 * kept_bytes(_with_remat(config, "matmuls")) if kept is None else kept
+
+
+def working_bytes(config: Config) -> int:
+    """Activations alive while one layer is computed again and differentiated: its inputs and outputs and their gradients, two of width D
+    between blocks and four inside, queries, keys, values, attention's output and their gradients, and four of the MLP's width (gate, up,
+    their product, one gradient). Interleaved parts are in work at the same time, so it is the whole batch whatever their number."""
+    model, t, (b, s) = config.model, config.mesh.tensor, formulas.microbatch(config)
+    heads = (2 * model.heads + 2 * max(model.kv_heads, t)) // t * model.head_width
+    widths = 2 * model.width // formulas.token_shards(config) + 2 * model.width + heads + 4 * model.mlp_width // t
+    return jnp.dtype(config.train.compute_dtype).itemsize * b * s * widths
+
+
+def predicted_peak(config: Config) -> int:
+    """The larger of two moments: the loss (whole table of the head, its float32 gradient, one chunk of logits and their gradient) and
+    the backward of a layer (gathered weights, gradients on their way, the layer's working set). Both hold state, batch, gradient buffers
+    and what the forward saved."""
+    model, train = config.model, config.train
+    held = formulas.state_bytes(config) + formulas.batch_bytes(config) + kept_bytes(config)
+    size = jnp.dtype(train.compute_dtype).itemsize
+    b, s = formulas.microbatch(config)
+    head = next(
+        weight.elements
+        for weight in formulas.weights(config)
+        if weight.name.endswith("head/table" if not model.tied else "embedding/table")
+    )
+    chunk = min(train.loss_chunk, b * s) * head // model.width
+    loss = head * (size + 4) + chunk * (4 + 2 * size) + 3 * size * b * s * model.width
+    layer = working_bytes(config)
+    return round(held + _buffers(config) + max(loss + _kept_weights(config), layer + _moving(config)))
+
+
+def _with_remat(config: Config, remat: str) -> Config:
+    return dataclasses.replace(config, train=dataclasses.replace(config.train, remat=remat))
+
+
+def _buffers(config: Config) -> int:
+    """The accumulation buffer of the gradients."""
+    n, late = formulas.replicas(config), config.train.zero >= 2
+    elements = sum(weight.total // (n if weight.split and late else 1) for weight in formulas.weights(config))
+    return jnp.dtype(config.train.master_dtype).itemsize * elements
+
+
+def _kept_weights(config: Config) -> int:
+    """Weights in the compute dtype that live through the loss: all of the layers below ZeRO-3, else their own shard."""
+    size, n = jnp.dtype(config.train.compute_dtype).itemsize, formulas.replicas(config)
+    layers = [weight for weight in formulas.weights(config) if weight.layers]
+    return size * sum(weight.total // (n if config.train.zero == 3 and weight.split else 1) for weight in layers)
+
+
+def _moving(config: Config) -> int:
+    """Weights of the layer in use and the next, gradients of this layer and the last on their way."""
+    size = jnp.dtype(config.train.compute_dtype).itemsize
+    layer = sum(weight.elements for weight in formulas.weights(config) if weight.layers)
+    return _kept_weights(config) + size * layer * (2 * (config.train.zero == 3) + 2 * (config.train.zero >= 2))

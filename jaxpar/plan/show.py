@@ -1,0 +1,146 @@
+"""The report of `jaxpar compile` as text: what was compiled, memory and verdict, traffic, work, time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from jaxpar.config import Config
+from jaxpar.mesh import TENSOR
+from jaxpar.plan import knobs, work
+from jaxpar.plan.compile import Compiled
+from jaxpar.plan.report import table
+
+GIB, MIB = 2**30, 2**20
+# Waiting for `tensor` longer than this part of a step is worth a recommendation.
+EXPOSED = 0.1
+
+
+def gib(size: float) -> str:
+    return f"{size / GIB:.2f}"
+
+
+def text(compiled: Compiled, report: dict[str, Any], tried: Sequence[knobs.Alternative] = ()) -> str:
+    """The whole report; `tried` are alternatives that were compiled."""
+    config, hardware, train = compiled.config, compiled.hardware, compiled.config.train
+    mesh = " × ".join(f"{axis} {size}" for axis, size in compiled.mesh.shape.items() if size > 1) or "one GPU"
+    head = (
+        f"{config.mesh.devices} × {hardware.description}, {mesh}, ZeRO-{train.zero}, remat {train.remat}, "
+        f"{train.batch} × {config.data.sequence} tokens a step in {train.accumulation} microbatches"
+        f"{f', interleaved in {train.interleave}' if train.interleave > 1 else ''}; "
+        f"lowered in {compiled.lower_seconds:.1f} s, compiled in {compiled.compile_seconds:.1f} s"
+    )
+    return "\n".join(
+        [head, _memory(config, report), verdict(compiled, report, tried), _traffic(report), _work(config, report), _time(report)]
+    )
+
+
+def _memory(config: Config, report: dict[str, Any]) -> str:
+    memory = report["memory"]
+    if memory["peak"] < GIB:
+        return f"\nMemory of one GPU at its fullest: {memory['peak'] / MIB:.1f} MiB, predicted {memory['predicted_peak'] / MIB:.1f}"
+    sums = ("arguments", "outputs", "aliased", "temporaries", "predicted_peak", "peak")
+    lines = [
+        table("Memory of one GPU at its fullest, GiB", ("part", "GiB"), [(name, gib(size)) for name, size in memory["parts"].items()]),
+        table("", ("sum", "GiB"), [(name.replace("_", " "), gib(memory[name])) for name in sums]).lstrip("\n"),
+        state_line(memory),
+        activations_line(config, memory),
+    ]
+    if memory["attention_workspace"]:
+        lines.append(f"not in the peak, for XLA does not see it: {gib(memory['attention_workspace'])} of workspace for cuDNN's backward")
+    return "\n".join(lines)
+
+
+def state_line(memory: dict[str, Any]) -> str:
+    """16 bytes a parameter beside what is held, and where the difference lies."""
+    parts, formula = memory["parts"], memory["formulas"]["state"]
+    held = sum(parts[name] for name in ("parameters", "optimizer", "weights", "gradients"))
+    return (
+        f"16 bytes a parameter with ZeRO's share: {gib(formula)}; here {gib(held)} ({gib(held - formula)}): masters and moments take "
+        f"{gib(parts['parameters'] + parts['optimizer'])}, 12 of the 16; for the other 4 there are {gib(parts['weights'])} of weights in "
+        f"the compute dtype, those in use, and {gib(parts['gradients'])} of gradients: a buffer in the masters' dtype, and those being sent"
+    )
+
+
+def activations_line(config: Config, memory: dict[str, Any]) -> str:
+    """Korthikanti's bytes beside what is held, and where the difference lies."""
+    korthikanti, kept, held = memory["formulas"]["activations"], memory["formulas"]["kept"], memory["parts"]["activations"]
+    return (
+        f"Korthikanti's activations of {config.model.layers} layers: {gib(korthikanti)}; here {gib(held)} ({gib(held - korthikanti)}): "
+        f"{gib(kept)} are kept for the backward, with a gated MLP, {config.model.kv_heads} key heads, no dropout masks and remat "
+        f"{config.train.remat}; the other {gib(held - kept)} are what one layer, or one chunk of logits, works with"
+    )
+
+
+def verdict(compiled: Compiled, report: dict[str, Any], tried: Sequence[knobs.Alternative] = ()) -> str:
+    """Fits or not and by how much; what was tried, and which change helps most."""
+    need, usable = report["memory"]["peak"] + report["memory"]["attention_workspace"], report["usable"]
+    where = f"the {gib(usable)} GiB that JAX may take of the {gib(compiled.hardware.memory)} of a {compiled.hardware.name}"
+    way = f"fits: {gib(usable - need)} GiB to spare of" if report["fits"] else f"does not fit: {gib(need - usable)} GiB over"
+    lines = ["", f"{way} {where}"]
+    if tried:
+        now = report["time"]["step_seconds"]
+        rows = [("as it is", gib(need), "yes" if report["fits"] else "no", f"{now:.3f}")]
+        rows += [(each.change, gib(each.need), "yes" if each.fits else "no", f"{each.step_seconds:.3f}") for each in tried]
+        lines.append(table("Compiled alternatives", ("change", "GiB", "fits", "s a step"), rows))
+        best = knobs.best(list(tried), report)
+        if best is None:
+            lines.append("no change is faster")
+        elif best.fits:
+            lines.append(f"helps most: {best.change}: fits with {gib(usable - best.need)} GiB to spare, {best.step_seconds:.3f} s a step")
+        else:
+            lines.append(f"helps most: {best.change}: still {gib(best.need - usable)} GiB over; more GPUs, or a larger mesh.tensor")
+    return "\n".join(lines)
+
+
+def _traffic(report: dict[str, Any]) -> str:
+    rows = [
+        (
+            row["axis"],
+            row["kind"],
+            "async" if row["asynchronous"] else "sync",
+            row["count"],
+            f"{row['bytes'] / 1e9:.3f}",
+            f"{row['expected_bytes'] / 1e9:.3f}",
+        )
+        for row in report["collectives"]
+    ]
+    if not rows:
+        return "\nNothing is sent."
+    total = sum(row["bytes"] for row in report["collectives"]) / 1e9
+    lines = [table(f"Sent by one GPU in a step: {total:.3f} GB", ("axis", "kind", "", "count", "GB", "formula"), rows)]
+    for each in report["unexpected"]:
+        lines.append(f"unexpected: {each['axis']} {each['kind']} {each['bytes'] / 1e6:.3f} MB from {each['source']}")
+    return "\n".join(lines if report["unexpected"] else [*lines, "nothing unexpected"])
+
+
+def _work(config: Config, report: dict[str, Any]) -> str:
+    program, model = report["flops"]["program"], report["flops"]["model"]
+    calls = ", ".join(f"{name} × {count}" for name, count in sorted(report["custom_calls"].items())) or "none"
+    unit, name = (1e12, "TFLOP") if model > 1e11 else (1e9, "GFLOP")
+    lines = [
+        f"\nWork of one GPU: {program / unit:.1f} {name} in matmuls and attention, {program / model:.3f} of the model's "
+        f"{model / unit:.1f} (remat {config.train.remat}); custom calls: {calls}"
+    ]
+    for each in report["kernels"]:
+        flops = f"{each['flops'] * each['count'] / 1e12:.3f} TFLOP" if each["flops"] else "no matmul"
+        lines.append(f"kernel {each['name']}: {each['count']} launches of a grid of {' × '.join(map(str, each['grid']))}, {flops}")
+    if copies := report["copies"]:
+        most = ", ".join(f"{size / 1e9:.1f} of {what}" for what, size in list(copies.items())[:3])
+        lines.append(f"copies of {work.LARGE_COPY >> 20} MiB and more: {sum(copies.values()) / 1e9:.1f} GB in a step; the largest {most}")
+    return "\n".join(lines)
+
+
+def _time(report: dict[str, Any]) -> str:
+    time = report["time"]
+    step = time["step_seconds"]
+    exposed = ", ".join(f"{axis} {1e3 * seconds:.1f} ms ({seconds / step:.1%})" for axis, seconds in time["exposed_seconds"].items())
+    lines = [
+        f"Simulated: {step:.3f} s a step, {time['tokens_per_second_per_gpu']:,.0f} tokens/s/GPU, "
+        f"MFU {time['mfu']:.1%} causal, {time['mfu_full']:.1%} full; exposed: {exposed or 'nothing'}"
+    ]
+    if time["exposed_seconds"].get(TENSOR, 0) > EXPOSED * step:
+        lines.append(
+            f"more than {EXPOSED:.0%} of the step waits for {TENSOR}: --knobs compiles what may hide it, such as train.interleave=2"
+        )
+    return "\n".join(lines)

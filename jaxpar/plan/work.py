@@ -1,0 +1,116 @@
+"""Arithmetic of a step: what the compiled program does beside what the model needs, so that recomputation and waste show as a ratio.
+
+    measure      compiled text -> Work: matmuls, attention, Pallas kernels by their grid, custom calls by name, large copies
+    model_flops  the model's own count, all devices together
+
+Both count causal attention as half of the score matrix, and the backward of attention as two forwards: cuDNN computes scores again
+inside its backward kernel, which is the price of not keeping them and not the program's doing.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from jaxpar.config import Config
+from jaxpar.models.decoder import Decoder
+from jaxpar.params import flatten
+from jaxpar.plan.hlo import Instruction, Program, parse
+from jaxpar.plan.kernels import Launch, launches, total_flops
+from jaxpar.plan.loops import executions, matmul_flops
+
+MOVES = {"copy", "transpose"}
+# A copy of this many bytes is worth a line.
+LARGE_COPY = 64 * 2**20
+
+
+@dataclass(frozen=True)
+class Work:
+    """FLOPs of one GPU in a step. `calls` says how often each custom call runs, `launches` the grid of Pallas kernels, `copies` the bytes
+    of copies of LARGE_COPY or more, by array and JAX's name of it."""
+
+    matmul: int
+    attention: int
+    kernels: int
+    calls: dict[str, int]
+    launches: list[Launch]
+    copies: dict[str, int]
+
+    @property
+    def flops(self) -> int:
+        return self.matmul + self.attention + self.kernels
+
+
+def _target(instruction: Instruction) -> str:
+    found = re.search(r'custom_call_target="([^"]+)"', instruction.attributes)
+    return found.group(1) if found else ""
+
+
+def attention_flops(program: Program, instruction: Instruction) -> int:
+    """Of one call of cuDNN's fused attention: 4 B N S T H forward, twice that backward, half where it is causal; else 0."""
+    target = _target(instruction)
+    if not target.startswith("__cudnn$fmha"):
+        return 0
+    query, key = (program.operands(instruction)[n].results[0].shape for n in (0, 1))
+    batch, length, heads, width = query
+    full = 4 * batch * heads * length * key[1] * width
+    causal = '"mask_type": "CAUSAL"' in instruction.attributes or '"mask_type":"CAUSAL"' in instruction.attributes
+    return full * (2 if "Backward" in target else 1) // (2 if causal else 1)
+
+
+def measure(text: str, kernels: Mapping[str, int] | None = None) -> Work:
+    """What one GPU computes. Triton kernels that XLA makes of matmuls are fusions with a `dot` inside and count as such; `kernels` says
+    what one launch of each Pallas kernel does (`kernels.kernel_flops`)."""
+    program = parse(text)
+    calls: Counter[str] = Counter()
+    attention = 0
+    for each, count in executions(program, lambda each: float(each.opcode == "custom-call")):
+        calls[_target(each)] += count
+        attention += count * attention_flops(program, each)
+    launched = launches(program)
+    return Work(matmul_flops(text), attention, total_flops(launched, kernels or {}), dict(calls), launched, large_copies(program))
+
+
+def large_copies(program: Program) -> dict[str, int]:
+    """Bytes of copies and transposes of LARGE_COPY or more, kernels of their own, by array and JAX's name, the largest first."""
+    fused = {each.attribute("calls") for c in program.computations.values() for each in c.instructions.values() if each.opcode == "fusion"}
+
+    def copied(each: Instruction) -> int:
+        size = each.results[0].bytes if each.results else 0
+        return size if size >= LARGE_COPY and each.computation not in fused and _only_copies(program, each) else 0
+
+    found: Counter[str] = Counter()
+    for each, count in executions(program, copied):
+        array, made = each.results[0], program.operands(each)[0]
+        zeros = "zeros " if "broadcast" in made.name else ""
+        named = f" ({each.source})" if "/" in each.source else ""
+        found[f"{zeros}{array.dtype}[{','.join(map(str, array.shape))}]{named}"] += count * copied(each)
+    return dict(found.most_common())
+
+
+def _only_copies(program: Program, each: Instruction) -> bool:
+    """A copy or transpose, or a fusion of nothing else."""
+    if each.opcode != "fusion":
+        return each.opcode in MOVES
+    inner = program.computations[each.attribute("calls") or ""].instructions.values()
+    opcodes = {one.opcode for one in inner} - {"parameter", "bitcast"}
+    return bool(opcodes) and opcodes <= MOVES
+
+
+def model_flops(config: Config, causal: bool = True) -> int:
+    """6 x matrix elements x tokens, and 12 x layers x heads x head width x (keys a query sees) x tokens, all devices together.
+
+    Keys: half of the sequence, or of a window what it holds; all of it where `causal` is not counted. The embedding is a lookup and counts
+    nothing; the head does.
+    """
+    model, tokens = config.model, config.train.batch * config.data.sequence
+    specs = flatten(Decoder(model, model.vocabulary).specs)
+    matrices = sum(spec.real_size for _, spec in specs if spec.role in ("matrix", "head") or (model.tied and spec.role == "embedding"))
+    length = config.data.sequence
+    windows = [model.windows[layer % len(model.windows)] for layer in range(model.layers)]
+    seen = sum(length / 2 if not window or window >= length else window - window * window / (2 * length) for window in windows)
+    if not causal:
+        seen = length * model.layers
+    return round(6 * matrices * tokens + 12 * model.heads * model.head_width * seen * tokens)

@@ -1,0 +1,40 @@
+"""What tests that compile for GPUs share: the mark, and runs compiled once for all of them.
+
+They need JAX's CUDA plugin and no GPU: `make test-gpu-compile`. GPU_COMPILE_REQUIRED=1 makes its absence a failure instead of a skip.
+"""
+
+import functools
+import os
+from pathlib import Path
+
+import jax
+import pytest
+
+from jaxpar import configfile
+from jaxpar.plan import compile as compiling
+from jaxpar.plan import hardware
+
+PRESENT = compiling.plugin_present()
+if not PRESENT and os.environ.get("GPU_COMPILE_REQUIRED"):
+    raise RuntimeError("JAX's CUDA plugin is not installed")
+MARKS = [
+    pytest.mark.gpu_compile,
+    pytest.mark.skipif(not PRESENT, reason="JAX's CUDA plugin is not installed: make test-gpu-compile"),
+    pytest.mark.usefixtures("as_users_run_it"),
+]
+FOLDER = Path(__file__).parent.parent.parent / "configs" / "runs"
+BIG = sorted(path.stem for path in FOLDER.glob("*_h100x*.yaml"))
+
+# Llama-3-8B, 64 sequences of 8192 tokens on 64 H100s, full recomputation: what MaxText 0.2.5 was compiled for as well.
+COMPARED = ("train.remat=block", "train.batch=64", "train.accumulation=1", "train.reduce_dtype=bfloat16", "train.loss_chunk=256")
+
+
+def load(name, *settings):
+    return configfile.load(FOLDER / f"{name}.yaml", list(settings))
+
+
+@functools.lru_cache(maxsize=4)
+def compiled(name, *settings, gpu="h100"):
+    """A run of configs/runs, compiled without 64-bit types; the last few stay in memory."""
+    with jax.enable_x64(False):
+        return compiling.compile_run(load(name, *settings), hardware.load(gpu))

@@ -1,0 +1,127 @@
+"""`jaxpar compile`: runs of real size, the command and its files, what a user gets wrong, and a run that does not fit."""
+
+import json
+import os
+import time
+
+import pytest
+
+from jaxpar import cli
+from jaxpar.plan import compile as compiling
+from jaxpar.plan import hardware, knobs, show
+from tests.plan import gpu
+from tests.plan.gpu import FOLDER, MARKS
+
+pytestmark = MARKS
+PARTS = ["parameters", "optimizer", "weights", "gradients", "activations", "rest"]
+
+
+@pytest.mark.parametrize("run", gpu.BIG)
+def test_runs_of_real_size_fit_and_are_predicted(run):
+    compiled = gpu.compiled(run)
+    report = compiling.report(compiled)
+    held = report["memory"]
+    assert report["fits"] and report["unexpected"] == []
+    assert sum(held["parts"].values()) == held["peak"] and list(held["parts"]) == PARTS
+    assert 0 <= held["parts"]["rest"] < 0.02 * held["peak"]
+    assert held["predicted_peak"] == pytest.approx(held["peak"], rel=0.10)
+    assert all(row["bytes"] == row["expected_bytes"] for row in report["collectives"])
+    assert (
+        report["flops"]["program"] <= (1.34 if compiled.config.train.remat in ("attention", "block") else 1.005) * report["flops"]["model"]
+    )
+
+
+def processor_seconds():
+    """Of this process and of those that it started (ptxas), on all cores together."""
+    return sum(os.times()[:4])
+
+
+@pytest.fixture(scope="module")
+def command(tmp_path_factory):
+    """(report, folder, seconds) of the command on the 8B run, with every file that it writes."""
+    folder = tmp_path_factory.mktemp("report")
+    files = [part for kind in ("json", "hlo", "trace", "png") for part in (f"--{kind}", str(folder / kind))]
+    clock, processor = time.perf_counter(), processor_seconds()
+    with gpu.jax.enable_x64(False):
+        assert cli.main(["compile", str(FOLDER / "llama3_8b_h100x64.yaml"), *files]) == 0
+    seconds = min(time.perf_counter() - clock, processor_seconds() - processor)  # other work beside the tests is not the report's
+    return json.loads((folder / "json").read_text()), folder, seconds
+
+
+def test_the_8b_report_takes_less_than_20_seconds(command):
+    assert command[2] < 20
+
+
+def test_the_command_writes_its_report(command):
+    report, folder, _ = command
+    keys = {"memory", "collectives", "unexpected", "flops", "time", "compile_seconds", "fits"}
+    assert keys <= set(report) and report["compile_seconds"] > 0
+    assert {"arguments", "temporaries", "peak", "predicted_peak", "parts"} <= set(report["memory"])
+    for row in report["collectives"]:
+        assert set(row) == {"axis", "kind", "asynchronous", "count", "bytes", "expected_bytes"}
+    assert set(report["flops"]) == {"program", "model"}
+    assert {"step_seconds", "tokens_per_second_per_gpu", "mfu", "mfu_full", "exposed_seconds"} == set(report["time"])
+    assert set(report["time"]["exposed_seconds"]) <= {"data", "tensor", "data+tensor"}
+    assert (folder / "hlo").read_text().startswith("HloModule jit_step")
+    names = {event["args"]["name"] for event in json.loads((folder / "trace").read_text())["traceEvents"] if event["ph"] == "M"}
+    assert names == {"compute", "node", "network"}
+    assert (folder / "png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_report_as_text():
+    compiled = gpu.compiled("llama3_8b_h100x64")
+    text = show.text(compiled, compiling.report(compiled))
+    for line in (
+        "64 × NVIDIA H100 80GB HBM3, data 8 × tensor 8, ZeRO-3",
+        "16 bytes a parameter with ZeRO's share: 1.87;",
+        "Korthikanti's activations of 32 layers:",
+        "of workspace for cuDNN's backward",
+        "GiB to spare of the 75.15 GiB",
+        "nothing unexpected",
+        "1.000 of the model's",
+        "__cudnn$fmhaSoftmaxBackward × ",
+        "% causal, ",
+    ):
+        assert line in text, line
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--gpu", "tpu"], "--gpu: 'tpu' is not one of a100"),
+        (["--nodes", "3"], "mesh: "),
+        (["--nodes", "0"], "--nodes: 0 must be at least 1"),
+        (["--set", "mesh.tensor=3"], "mesh.tensor: 3 does not divide"),
+        (["--set", "gpu.flags=[xla_gpu_no_such_flag=1]"], "gpu.flags: No such compile option"),
+        (["--set", "gpu.flags=[oops]"], "gpu.flags: 'oops' is not of the form"),
+        (["--json", "/no/such/folder/a.json"], "/no/such/folder/a.json: there is no folder /no/such/folder"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_bad_input_is_one_line(arguments, message, capsys):
+    assert cli.main(["compile", str(FOLDER / "llama3_8b_h100x8.yaml"), "--set", "model.layers=2", *arguments]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith(f"jaxpar: error: {message}") and err.count("\n") == 1, err
+
+
+def test_out_of_memory_is_a_verdict():
+    """Too many tokens at once for any GPU: it compiles, does not fit, and what helps is found by compiling."""
+    settings = (
+        "model.layers=2",
+        "mesh.data=8",
+        "mesh.tensor=1",
+        "train.batch=512",
+        "train.accumulation=1",
+        "train.zero=1",
+        "train.remat=none",
+    )
+    compiled, h100 = gpu.compiled("llama3_8b_h100x8", *settings), hardware.load("h100")
+    report = compiling.report(compiled)
+    assert not report["fits"]
+    changes = knobs.lighter(compiled.config)
+    chosen = {name: changes[name] for name in ("train.accumulation=2", "train.loss_chunk=512")}
+    assert len(changes) >= 5 and "train.zero=3" in changes
+    tried = knobs.compare(chosen, h100, None, None)
+    assert [each.change for each in tried] == list(chosen) and tried[0].need < 0.6 * tried[1].need
+    text = show.verdict(compiled, report, tried)
+    assert "does not fit: " in text and "helps most: train.accumulation=2: " in text

@@ -1,0 +1,66 @@
+"""Which alternatives are tried, and which is called best."""
+
+from jaxpar.config import Config, DataConfig, MeshShape, ModelConfig, TrainConfig
+from jaxpar.plan import knobs
+from jaxpar.plan.knobs import Alternative
+
+MODEL = ModelConfig(vocabulary=1024, width=64, layers=2, heads=8, kv_heads=4, mlp_width=128)
+
+
+def config(data=2, tensor=2, **train):
+    mesh = MeshShape(data=data, tensor=tensor)
+    return Config(model=MODEL, mesh=mesh, data=DataConfig(sequence=64, vocabulary=1024), train=TrainConfig(**{"batch": 16, **train}))
+
+
+def test_every_memory_knob_that_is_left_is_tried():
+    changes = knobs.lighter(config(sequence_parallel=False, interleave=2))
+    assert list(changes) == [
+        "train.remat=outputs",
+        "train.remat=block",
+        "train.zero=3",
+        "train.accumulation=2",
+        "train.interleave=1 train.accumulation=2",
+        "train.loss_chunk=512",
+        "train.reduce_dtype=bfloat16",
+        "train.sequence_parallel=true",
+        "train.zero=3 train.accumulation=4 train.remat=block",
+    ]
+    assert changes["train.zero=3"].train.zero == 3 and changes["train.zero=3"].train.interleave == 2
+
+
+def test_what_is_set_already_is_not_tried_again():
+    least = config(zero=3, accumulation=8, remat="block", loss_chunk=512, reduce_dtype="bfloat16")
+    assert knobs.lighter(least) == {}
+    assert "train.zero=3" not in knobs.lighter(config(data=1))
+
+
+def test_speed_knobs():
+    assert list(knobs.faster(config())) == ["train.interleave=2", "train.remat=none", "mesh.data=4 mesh.tensor=1"]
+    assert list(knobs.faster(config(tensor=1))) == ["train.remat=none"], "nothing to hide"
+    changes = knobs.faster(config(zero=3, accumulation=4, interleave=2, remat="none", batch=32))
+    assert list(changes) == [
+        "train.interleave=1",
+        "train.accumulation=2",
+        "mesh.data=4 mesh.tensor=1",
+        "mesh.data=4 mesh.tensor=1 train.accumulation=2",
+    ]
+    assert changes["mesh.data=4 mesh.tensor=1"].mesh.devices == 4
+
+
+def alternative(change, need, fits, seconds):
+    return Alternative(change, need, need, fits, seconds)
+
+
+def test_the_best_of_a_run_that_does_not_fit_is_the_fastest_that_does():
+    report = {"fits": False, "time": {"step_seconds": 1.0}}
+    small, quick, large = alternative("a", 1, True, 3.0), alternative("b", 2, True, 2.0), alternative("c", 3, False, 1.0)
+    assert knobs.best([small, quick, large], report) == quick
+    assert knobs.best([large, alternative("d", 4, False, 0.5)], report) == large, "where none fits, the smallest"
+    assert knobs.best([], report) is None
+
+
+def test_the_best_of_a_run_that_fits_must_be_faster():
+    report = {"fits": True, "time": {"step_seconds": 2.0}}
+    slow, quick, large = alternative("a", 1, True, 3.0), alternative("b", 2, True, 1.5), alternative("c", 3, False, 1.0)
+    assert knobs.best([slow, quick, large], report) == quick
+    assert knobs.best([slow, large], report) is None

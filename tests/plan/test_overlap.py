@@ -1,0 +1,81 @@
+"""What the simulator says of whole steps compiled for H100s: calibrated on one published point, predicting another, and the overlap that
+the layer stack and the compiler's options reach; and Llama-3-8B beside MaxText compiled for the same 64 GPUs."""
+
+import re
+
+import pytest
+
+from jaxpar.plan import compile as compiling
+from jaxpar.plan.simulate import simulate
+from tests.plan import gpu
+
+pytestmark = gpu.MARKS
+
+
+# Published by torchtitan (benchmarks/llama3_h100_202412_torchtitan.md, tables 1 and 3), tokens/s/GPU: FSDP and torch.compile.
+@pytest.mark.parametrize(("gpus", "published", "within"), [(8, 6667, 0.01), (128, 6514, 0.05)], ids=["calibration", "prediction"])
+def test_torchtitan_llama3_8b_on_500_watt_h100s(gpus, published, within):
+    settings = (f"mesh.data={gpus}", "mesh.tensor=1", f"train.batch={2 * gpus}", "train.accumulation=1", "train.remat=outputs")
+    found = compiling.simulated(gpu.compiled("llama3_8b_h100x8", *settings, gpu="h100_500w"))
+    assert found["tokens_per_second_per_gpu"] == pytest.approx(published, rel=within)
+
+
+@pytest.fixture(scope="module")
+def interleaved():
+    return gpu.compiled("llama3_8b_h100x64", *gpu.COMPARED)
+
+
+@pytest.fixture(scope="module")
+def plain():
+    return gpu.compiled("llama3_8b_h100x64", *gpu.COMPARED, "train.interleave=1")
+
+
+def test_data_8_tensor_8_hides_its_communication(interleaved):
+    """At most 2% of the step waits for `data`, at most 10% for `tensor`."""
+    found = simulate(interleaved.text, interleaved.mesh, interleaved.hardware)
+    assert found.exposed("data") <= 0.02
+    assert found.exposed("tensor") <= 0.10
+
+
+def test_made_synchronous_the_same_program_waits(interleaved):
+    """Control: were every collective synchronous, all of it would be exposed."""
+    found = simulate(interleaved.text, interleaved.mesh, interleaved.hardware)
+    text = re.sub(r'"is_sync": ?false', '"is_sync":true', interleaved.text)
+    blocked = simulate(text, interleaved.mesh, interleaved.hardware)
+    assert blocked.exposed_seconds[("tensor",)] > 4 * found.exposed_seconds[("tensor",)]
+    assert blocked.exposed_seconds[("tensor",)] == pytest.approx(blocked.busy_seconds[("tensor",)])
+    assert blocked.step_seconds > 1.3 * found.step_seconds and blocked.compute_seconds == pytest.approx(found.compute_seconds)
+
+
+def test_without_interleaving_it_waits_for_a_fifth_of_the_step(plain):
+    """Control: one part, nothing to hide behind."""
+    assert simulate(plain.text, plain.mesh, plain.hardware).exposed("tensor") > 0.18
+
+
+def test_matmuls_and_collectives_of_a_real_step_by_hand(interleaved):
+    """32 layers: forward, full recomputation and backward of weights and inputs are 4 times the forward's matmuls, the head's are 3."""
+    config, found = interleaved.config, simulate(interleaved.text, interleaved.mesh, interleaved.hardware)
+    model, tokens = config.model, 64 * 8192 / 8
+    heads = (model.heads + 2 * model.kv_heads) * model.head_width + model.heads * model.head_width
+    layer = 2 * tokens * model.width * (heads + 3 * model.mlp_width) / 8
+    attention = 4 * 8 * (model.heads / 8) * 8192 * 8192 / 2 * model.head_width
+    head = 2 * tokens * model.width * model.vocabulary / 8
+    down = 2 * tokens * model.width * model.mlp_width / 8  # the MLP's output is not computed again
+    expected = model.layers * (4 * layer - down + (2 + 2.5) * attention) + 3 * head
+    assert found.flops == pytest.approx(expected, rel=1e-3)
+    assert ("tensor",) in found.busy_seconds and ("data",) in found.busy_seconds
+
+
+def test_less_memory_and_traffic_than_maxtext_on_data_8_tensor_8(plain):
+    report = compiling.report(plain)
+    assert report["memory"]["peak"] <= 9.72 * 2**30
+    assert sum(row["bytes"] for row in report["collectives"]) <= 248e9
+    assert report["flops"]["program"] <= 1.34 * report["flops"]["model"]
+
+
+def test_less_memory_and_traffic_than_maxtext_with_zero_3_over_64():
+    compiled = gpu.compiled("llama3_8b_h100x64", *gpu.COMPARED, "mesh.data=64", "mesh.tensor=1", "train.interleave=1")
+    report = compiling.report(compiled)
+    assert report["memory"]["peak"] <= 6.95 * 2**30
+    assert sum(row["bytes"] for row in report["collectives"]) <= 43.4e9
+    assert report["flops"]["program"] <= 1.34 * report["flops"]["model"]

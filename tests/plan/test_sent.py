@@ -1,0 +1,82 @@
+"""What a program sends beside what its formulas say, on a program with known lines."""
+
+import numpy as np
+from jax.sharding import AxisType, Mesh
+
+from jaxpar.plan import sent
+from jaxpar.plan.traffic import Collective
+
+MESH = Mesh(np.arange(8, dtype=object).reshape(2, 4), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
+TENSOR, DATA = "replica_groups={{0,1,2,3},{4,5,6,7}}", "replica_groups={{0,4},{1,5},{2,6},{3,7}}"
+
+
+def gather(name, groups, source, frame):
+    return (
+        f"  %{name} = (f32[25]{{0}}, f32[100]{{0}}) all-gather-start(%p), {groups}, dimensions={{0}}, "
+        f'metadata={{op_name="{source}" stack_frame_id={frame}}}, backend_config={{"collective_backend_config":{{"is_sync":false}}}}'
+    )
+
+
+TEXT = "\n".join(
+    [
+        "HloModule step",
+        "",
+        "FileNames",
+        '1 "/home/somebody/jaxpar/parallel/collectives.py"',
+        '2 "/usr/lib/python3/site-packages/optax/rule.py"',
+        "",
+        "FileLocations",
+        "1 {file_name_id=1 function_name_id=1 line=103 end_line=103 column=4 end_column=9}",
+        "2 {file_name_id=2 function_name_id=1 line=7 end_line=7 column=4 end_column=9}",
+        "",
+        "StackFrames",
+        "1 {file_location_id=1 parent_frame_id=1}",
+        "2 {file_location_id=2 parent_frame_id=1}",
+        "",
+        "",
+        "ENTRY %main (p: f32[25]) -> f32[25] {",
+        "  %p = f32[25]{0} parameter(0)",
+        gather("a", TENSOR, "jit(step)/all_gather", 1),
+        gather("b", TENSOR, "jit(step)/all_gather", 1),
+        gather("c", DATA, "jit(step)/rule", 2),
+        "  ROOT %r = f32[25]{0} negate(%p)",
+        "}",
+        "",
+    ]
+)
+
+
+def formula(axes, group, size):
+    return Collective("all_gather", axes, group, 1, size, 0, "float32", False, "")
+
+
+def test_equal_rows_and_nothing_unexpected():
+    rows, unexpected = sent.compare(TEXT, MESH, [formula(("tensor",), 4, 600), formula(("data",), 2, 100)])
+    assert rows == [
+        {"axis": "data", "kind": "all_gather", "asynchronous": True, "count": 1, "bytes": 100, "expected_bytes": 100},
+        {"axis": "tensor", "kind": "all_gather", "asynchronous": True, "count": 2, "bytes": 600, "expected_bytes": 600},
+    ]
+    assert unexpected == []
+
+
+def test_what_the_formulas_do_not_have_is_listed_with_its_line():
+    rows, unexpected = sent.compare(TEXT, MESH, [formula(("tensor",), 4, 500)])
+    assert {(row["axis"], row["expected_bytes"]) for row in rows} == {("tensor", 500), ("data", 0)}
+    assert unexpected == [
+        {
+            "axis": "tensor",
+            "kind": "all_gather",
+            "count": 2,
+            "bytes": 100,
+            "source": "jaxpar/parallel/collectives.py:103 (jit(step)/all_gather)",
+        },
+        {"axis": "data", "kind": "all_gather", "count": 1, "bytes": 100, "source": "optax/rule.py:7 (jit(step)/rule)"},
+    ]
+
+
+def test_what_only_the_formulas_have_is_a_row_of_zero():
+    rows, unexpected = sent.compare(
+        TEXT, MESH, [formula(("tensor",), 4, 600), formula(("data",), 2, 100), formula(("data", "tensor"), 8, 9)]
+    )
+    assert {"axis": "data+tensor", "kind": "all_gather", "asynchronous": False, "count": 0, "bytes": 0, "expected_bytes": 9} in rows
+    assert unexpected == []

@@ -1,0 +1,109 @@
+"""FLOPs, custom calls, Pallas kernels and copies of programs with known answers."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import pallas as pl
+
+from jaxpar.config import Config, DataConfig, ModelConfig, TrainConfig
+from jaxpar.plan import kernels, work
+from jaxpar.plan.hlo import parse
+
+
+def program(*lines, computations=""):
+    body = "\n".join(f"  {line}" for line in lines)
+    return f"HloModule step\n\n{computations}\nENTRY %main (p: f32[8]) -> f32[8] {{\n{body}\n}}\n"
+
+
+def attention(target, mask):
+    backend = f'backend_config={{"cudnn_fmha_backend_config":{{"mask_type":"{mask}"}}}}'
+    return program(
+        "%q = bf16[2,128,4,64]{3,2,1,0} parameter(0)",
+        "%k = bf16[2,256,2,64]{3,2,1,0} parameter(1)",
+        f'ROOT %o = (bf16[2,128,4,64]{{3,2,1,0}}, u8[0]{{0}}) custom-call(%q, %k, %k), custom_call_target="{target}", {backend}',
+    )
+
+
+@pytest.mark.parametrize(
+    ("target", "mask", "share"),
+    [("__cudnn$fmhaSoftmax", "NO_MASK", 1), ("__cudnn$fmhaSoftmax", "CAUSAL", 0.5), ("__cudnn$fmhaSoftmaxBackward", "CAUSAL", 1)],
+)
+def test_attention_is_counted_from_shapes(target, mask, share):
+    done = work.measure(attention(target, mask))
+    assert done.flops == done.attention == share * 4 * 2 * 4 * 128 * 256 * 64
+    assert done.calls == {target: 1}
+
+
+BACKEND = 'debug = false, grid_x = 4 : i32, grid_y = 2 : i32, grid_z = 1 : i32, ir = "name = \\"no\\"", name = "tiled", num_warps = 4 : i32'
+TRITON = f'%t = f32[8]{{0}} custom-call(%p), custom_call_target="__gpu$xla.gpu.triton", backend_config={{{BACKEND}}}'
+
+
+def test_pallas_kernels_are_counted_by_their_grid():
+    text = program("%p = f32[8]{0} parameter(0)", TRITON, TRITON.replace("%t", "ROOT %u").replace("grid_x = 4", "grid_x = 16"))
+    assert kernels.launches(parse(text)) == [kernels.Launch("tiled", (4, 2, 1), 1), kernels.Launch("tiled", (16, 2, 1), 1)]
+    assert work.measure(text, {"tiled": 100}).flops == 200 and work.measure(text).flops == 0
+
+
+def test_flops_of_a_pallas_kernel_come_from_its_jaxpr():
+    """A grid of 6, each program a loop of 5 products of 8 × 16 by 16 × 4."""
+
+    def kernel(a_ref, b_ref, o_ref):
+        def add(i, total):
+            return total + a_ref[...] @ b_ref[...]
+
+        o_ref[...] = jax.lax.fori_loop(0, 5, add, jnp.zeros((8, 4), jnp.float32))
+
+    def step(a, b):
+        blocks = [pl.BlockSpec((8, 16), lambda i: (i, 0)), pl.BlockSpec((16, 4), lambda i: (0, 0))]
+        shape = jax.ShapeDtypeStruct((48, 4), jnp.float32)
+        out = pl.BlockSpec((8, 4), lambda i: (i, 0))
+        return pl.pallas_call(kernel, grid=(6,), in_specs=blocks, out_specs=out, out_shape=shape, name="loop")(a, b)
+
+    jaxpr = jax.make_jaxpr(jax.jit(step))(*(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((48, 16), (16, 4))))
+    assert kernels.kernel_flops(jaxpr) == {"loop": 6 * 5 * 2 * 8 * 16 * 4}
+
+
+def test_large_copies_are_listed_and_small_or_fused_ones_are_not():
+    moved = """%moves (a: f32[4096,8192]) -> f32[8192,4096] {
+  %a = f32[4096,8192]{1,0} parameter(0)
+  ROOT %b = f32[8192,4096]{1,0} transpose(%a), dimensions={1,0}
+}
+
+%more (a: f32[4096,8192]) -> f32[8192,4096] {
+  %a = f32[4096,8192]{1,0} parameter(0)
+  %b = f32[8192,4096]{1,0} transpose(%a), dimensions={1,0}
+  ROOT %c = f32[8192,4096]{1,0} negate(%b)
+}
+"""
+    found = work.measure(
+        program(
+            "%p = f32[4096,8192]{1,0} parameter(0)",
+            "%small = f32[8]{0} parameter(1)",
+            "%s = f32[8]{0} copy(%small)",
+            '%c = f32[4096,8192]{1,0} copy(%p), metadata={op_name="jit(step)/add"}',
+            "%broadcast.1 = f32[4096,8192]{1,0} fusion(%small), kind=kLoop, calls=%more",
+            "%z = f32[4096,8192]{1,0} copy(%broadcast.1)",
+            "%t = f32[8192,4096]{1,0} fusion(%p), kind=kInput, calls=%moves",
+            "ROOT %n = f32[8192,4096]{1,0} fusion(%p), kind=kLoop, calls=%more",
+            computations=moved,
+        )
+    ).copies
+    size = 4 * 4096 * 8192
+    assert found == {"float32[4096,8192] (jit(step)/add)": size, "zeros float32[4096,8192]": size, "float32[8192,4096]": size}
+
+
+def model_flops(causal=True, **changes):
+    model = ModelConfig(
+        **{"vocabulary": 10, "width": 8, "layers": 3, "heads": 2, "kv_heads": 1, "head_width": 4, "mlp_width": 16, **changes}
+    )
+    return work.model_flops(Config(model=model, data=DataConfig(sequence=16, vocabulary=10), train=TrainConfig(batch=5)), causal)
+
+
+def test_model_flops_by_hand():
+    matrices = 3 * (8 * 2 * 4 * 2 + 2 * 8 * 4 + 3 * 8 * 16) + 10 * 8
+    scores = 12 * 2 * 4 * 5 * 16  # a layer and key seen
+    assert model_flops() == 6 * matrices * 80 + scores * 3 * 8
+    assert model_flops(causal=False) - model_flops() == scores * 3 * 8
+    assert model_flops(tied=True) == model_flops(), "a tied head multiplies as well"
+    assert model_flops(windows=(4, 0)) == pytest.approx(6 * matrices * 80 + scores * np.sum([4 - 16 / 32, 8, 4 - 16 / 32]))
