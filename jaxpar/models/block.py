@@ -17,7 +17,6 @@ from jaxpar.models.options import Options
 from jaxpar.models.parameter import norm, value
 from jaxpar.ops.dropout import dropout
 from jaxpar.ops.norm import rms_norm
-from jaxpar.parallel import context as context_parallel
 from jaxpar.parallel.sequence import Boundary
 
 if TYPE_CHECKING:
@@ -41,7 +40,7 @@ class Block(nnx.Module):
     """A pre-norm layer. Activations between blocks lie as `boundary` says."""
 
     def __init__(self, config: ModelConfig, boundary: Boundary, options: Options):
-        self.dropout, self.boundary, self.context = config.dropout, boundary, options.context
+        self.dropout, self.boundary = config.dropout, boundary
         self.attention_norm = Norm(config)
         self.attention = Attention(config, boundary, options)
         self.mlp_norm = Norm(config)
@@ -60,9 +59,11 @@ class Block(nnx.Module):
 
     def drop(self, y_BSD: jax.Array, place: int, context: Context) -> jax.Array:
         """Residual dropout, a function of (key of the step, layer, place, row, token, feature). A context without a key (evaluation)
-        drops nothing."""
+        drops nothing. Where `seq` splits rows, `tokens` [S] are the indices in the row of this device's."""
         if not self.dropout or "dropout" not in context.shared:
             return y_BSD
         key = jax.random.fold_in(jax.random.fold_in(context.shared["dropout"], context.layer["index"]), place)
-        tokens_S = context_parallel.row_tokens(self.context, self.boundary.tokens(y_BSD.shape[1]), context.batch["positions"].shape[1])
+        tokens_S = self.boundary.tokens(y_BSD.shape[1])
+        if "tokens" in context.shared:
+            tokens_S = context.shared["tokens"][tokens_S]
         return dropout(y_BSD, self.dropout, key, context.batch["rows"], tokens_S)

@@ -22,6 +22,7 @@ from jaxpar.mesh import BATCH, REPLICA, SEQ, TENSOR
 from jaxpar.models.decoder import DecoderFunctions, declared, decoder_functions
 from jaxpar.models.options import train_options
 from jaxpar.parallel import collectives, joint, remat, zero
+from jaxpar.parallel import context as context_parallel
 from jaxpar.parallel.sequence import boundary
 from jaxpar.parallel.stack import Context, LayerStack
 from jaxpar.params import Tree
@@ -199,9 +200,13 @@ class Gradients:
         read = {name: batch[name] for name in names}
         if "segments" in read and self.config.mesh.seq > 1:
             read["segments_row"] = collectives.all_gather(read["segments"], SEQ, dim=1)
+        shared = {"dropout": key} if model.dropout else {}
+        if model.dropout and self.config.mesh.seq > 1:
+            length = read["positions"].shape[1]
+            shared["tokens"] = context_parallel.row_tokens(self.config.train.context, jnp.arange(length, dtype=jnp.int32), length)
         return Context(
             batch=read,
-            shared={"dropout": key} if model.dropout else {},
+            shared=shared,
             layer={"index": jnp.arange(model.layers, dtype=jnp.int32), "window": jnp.asarray(model.layer_windows, jnp.int32)},
         )
 
