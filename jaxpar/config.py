@@ -257,6 +257,16 @@ class ContextConfig:
         require(devices % inner == 0, f"train.context.ulysses: {inner} does not divide mesh.seq {devices}; sizes that work: {works}")
         return devices // inner, inner
 
+    def check_heads(self, heads: int, kv_heads: int, devices: int) -> None:
+        """Raise ValueError, listing the degrees that work, where neighbours cannot trade tokens for the heads that each of them has."""
+        _, inner = self.split(devices)
+        works = [size for size in range(1, heads + 1) if heads % size == 0 and (kv_heads % size == 0 or size % kv_heads == 0)]
+        require(
+            inner in works,
+            f"train.context.ulysses: {inner} devices cannot trade tokens for the {heads} query heads and {kv_heads} key/value heads that "
+            f"each has; degrees that work: {', '.join(map(str, works))}",
+        )
+
     def unit(self, devices: int) -> int:
         """What a row's length must be a multiple of: a device holds whole tokens of both chunks of its group."""
         ring, _ = self.split(devices)

@@ -35,7 +35,7 @@ from jaxpar.parallel.sequence import Replicated
 from jaxpar.parallel.stack import Context
 from jaxpar.parallel.tensor import check_heads
 from jaxpar.params import Parameter, Tree, map_leaves, partition_specs, shardings
-from jaxpar.rules import DENSE, Rules, check_ulysses
+from jaxpar.rules import DENSE, Rules
 
 SHORTEST = 16  # of prompt and cache; below that programs are cheap and need not be many
 EMPTY = -1  # where no token was written
@@ -268,7 +268,7 @@ def parameter_places(config: Config, mesh: Mesh) -> tuple[Tree, Tree]:
         axes = f"{DATA}, {SEQ} and {TENSOR}"
         require(size == 1 or axis in (DATA, SEQ, TENSOR), f"mesh.{axis}: {size} must be 1: generation splits over {axes} only")
     check_heads(model.heads, model.kv_heads, sizes[TENSOR])
-    check_ulysses(model.heads // sizes[TENSOR], max(model.kv_heads // sizes[TENSOR], 1), config.train.context.split(sizes[SEQ])[1])
+    config.train.context.check_heads(model.heads // sizes[TENSOR], max(model.kv_heads // sizes[TENSOR], 1), sizes[SEQ])
     specs = declared(model, sizes[TENSOR])
     return specs, partition_specs(specs, Rules(sizes, DENSE))
 

@@ -199,13 +199,14 @@ def check_run(config: Config, devices: int) -> None:
 
     Each ValueError is one line that names the field and sizes that work. What merely looks unwise is a warning.
     """
+    mesh, model = config.mesh, config.model
     _check_devices(config, devices)
     _check_tensor(config, devices)
     _check_batch(config)
     _check_sequence(config)
-    _check_heads(config)
+    heads = model.heads // mesh.tensor, max(model.kv_heads // mesh.tensor, 1)
+    config.train.context.check_heads(*heads, mesh.seq)
     _check_precision(config)
-    mesh, model = config.mesh, config.model
     if mesh.pipe > model.layers:
         raise ValueError(f"mesh.pipe: {mesh.pipe} stages for model.layers {model.layers}; use at most {model.layers}")
     trained = config.data.tokenizer is None and config.data.source != "tokens"
@@ -271,26 +272,6 @@ def _check_sequence(config: Config) -> None:
     reach = rope.reach
     if reach is not None and length > reach:
         warnings.warn(f"data.sequence: {length} tokens reach past the {reach} that model.rope ({rope.type}) is scaled for", stacklevel=3)
-
-
-def check_ulysses(heads: int, kv_heads: int, inner: int) -> None:
-    """Raise ValueError, listing the degrees that work, where `inner` devices cannot trade tokens for the heads that each of them has."""
-
-    def fits(size: int) -> bool:
-        return heads % size == 0 and _fits_kv(kv_heads)(size)
-
-    if not fits(inner):
-        works = ", ".join(str(size) for size in range(1, heads + 1) if fits(size))
-        raise ValueError(
-            f"train.context.ulysses: {inner} devices cannot trade tokens for the {heads} query heads and {kv_heads} key/value heads that "
-            f"each has; degrees that work: {works}"
-        )
-
-
-def _check_heads(config: Config) -> None:
-    model, mesh = config.model, config.mesh
-    _, inner = config.train.context.split(mesh.seq)
-    check_ulysses(model.heads // mesh.tensor, max(model.kv_heads // mesh.tensor, 1), inner)
 
 
 def _check_precision(config: Config) -> None:

@@ -36,7 +36,6 @@ from jaxpar.parallel.context.blocks import attend
 from jaxpar.parallel.context.kernels import Row, Settings
 from jaxpar.parallel.context.layout import STRIPED, layout
 from jaxpar.parallel.context.schedule import Schedule
-from jaxpar.rules import check_ulysses
 
 DEFAULT = ContextConfig()
 
@@ -104,7 +103,7 @@ def attention(
         )
     row = shape[1] * devices
     over = layout(context, devices, row)
-    check_ulysses(q_BSNH.shape[2], k_BSKH.shape[2], over.inner)
+    context.check_heads(q_BSNH.shape[2], k_BSKH.shape[2], devices)
     segments = _whole_row("segments_BS", segments_BS, shape, axis)
     prefix = _whole_row("prefix_BS", prefix_BS, shape, axis)
     known = isinstance(window, (int, np.integer))
