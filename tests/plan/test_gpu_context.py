@@ -17,7 +17,10 @@ pytestmark = gpu.MARKS
 
 LONG, LONGEST = "llama3_8b_131k_h100x64", "llama3_8b_1m_h100x64"
 # MaxText with Transformer Engine's ring: fsdp 8 × context 8, Llama-3-8B, 64 sequences of 8192 tokens, full recomputation.
-MAXTEXT = ("data.sequence=8192", "mesh.data=8", "mesh.tensor=1", "train.batch=64", "train.accumulation=1", "train.reduce_dtype=bfloat16")
+MAXTEXT = (
+    *("data.sequence=8192", "mesh.data=8", "mesh.seq=8", "train.batch=64", "train.mlp_chunk=0"),
+    *("train.remat=block", "train.reduce_dtype=bfloat16", "train.loss_chunk=256"),
+)
 WAYS = [("ring", "zigzag"), ("ring", "contiguous"), ("ring", "striped"), ("gather", "zigzag"), ("ulysses", "contiguous"), ("usp", "zigzag")]
 
 
@@ -73,19 +76,19 @@ def largest(text):
 
 
 def test_memory_grows_with_the_row():
-    """Temporaries at 262k, 524k and 1M tokens on 64 devices: each doubling adds twice what the one before did; nothing of S × S/64."""
+    """Temporaries at 262k, 524k and 1M tokens on 64 devices: a doubling adds at most twice what the one before did; nothing of S × S/64."""
     temporary = {}
     for tokens in (262144, 524288, 1048576):
         compiled = gpu.compiled(LONGEST, f"data.sequence={tokens}")
         temporary[tokens] = compiled.sizes.temp_size_in_bytes
         assert largest(compiled.text) < tokens * (tokens // 64)
     first, second = temporary[524288] - temporary[262144], temporary[1048576] - temporary[524288]
-    assert second == pytest.approx(2 * first, rel=0.1)
+    assert 0 < first < second <= 2.1 * first
 
 
 def test_beside_maxtext_with_a_ring():
     """Peak at most 7.33 GiB and 33.3 GB of permutes a GPU."""
-    compiled = gpu.compiled(LONG, *MAXTEXT)
+    compiled = gpu.compiled(LONGEST, *MAXTEXT)
     rows, _ = sent.compare(compiled.text, compiled.mesh, formulas.step_traffic(compiled.config))
     assert sum(row["bytes"] for row in rows if row["kind"] == "permute") <= 33.3e9
     assert compiled.sizes.peak_memory_in_bytes <= 7.33 * 2**30
