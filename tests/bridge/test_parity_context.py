@@ -28,8 +28,14 @@ def check(folder, context, mesh=MESH):
     assert report.tolerance == 1e-10
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("name", ["llama", pytest.param("mistral", marks=pytest.mark.slow), pytest.param("qwen2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("name", "method"),
+    [
+        pytest.param(name, method, marks=[] if name == "llama" and method != "usp" else pytest.mark.slow)  # usp: the command below
+        for name in ("llama", "mistral", "qwen2")
+        for method in METHODS
+    ],
+)
 def test_every_method_equals_torch(method, name, folders):
     """Logits, loss, every gradient and steps; a window, and windows that differ from layer to layer, are in the slow ones."""
     check(folders[name], METHODS[method])
