@@ -53,7 +53,7 @@ test-bridge: venv-torch
 test-slow: venv
 	$(BIN)/python -m pytest -q -n $(WORKERS) -m slow || [ $$? -eq 5 ]
 
-test-all: venv
+test-all: venv-torch
 	$(BIN)/python -m pytest -q -n $(WORKERS)
 
 # The plugin is half a gigabyte of wheels: an environment of its own. CPU is the platform, whatever the machine has.

@@ -5,18 +5,24 @@ BATCH, REPLICA                    axes that split the batch; axes over which a d
 order_devices                     devices as an array over AXES, neighbours on the fastest links innermost
 make_mesh                         MeshShape -> jax.sharding.Mesh
 stage_mesh                        one pipeline stage of a mesh, as a mesh of its own
+hosts_of_processes                which processes share a machine
 explain                           which axes stay inside a host
 """
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import itertools
+import platform
 import warnings
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh
 
 from jaxpar.config import MeshShape
@@ -32,9 +38,24 @@ BATCH = (DATA, EXPERT)
 REPLICA = (DATA, EXPERT, SEQ)
 
 
+@functools.cache
+def hosts_of_processes() -> dict[int, int]:
+    """The host of every process, as the first process on it; empty where there is one process. A collective of all processes, once.
+
+    Processes on one machine, such as those of a launch with a process a GPU, share its boot id, in containers too; elsewhere the name.
+    """
+    if jax.process_count() == 1:
+        return {}
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    name = boot.read_text() if boot.is_file() else platform.node()
+    mine = np.frombuffer(hashlib.sha256(name.encode()).digest()[:16], np.uint32)
+    everyone = np.asarray(multihost_utils.process_allgather(mine)).reshape(jax.process_count(), -1).tolist()
+    return {process: everyone.index(host) for process, host in enumerate(everyone)}
+
+
 def host_of(device: Any) -> tuple[int, int]:
-    """(slice, process): devices with the same pair share a host and its fast links. A platform without slices has only slice 0."""
-    return getattr(device, "slice_index", None) or 0, device.process_index
+    """(slice, host): devices with the same pair share a host and its fast links. A platform without slices has only slice 0."""
+    return getattr(device, "slice_index", None) or 0, hosts_of_processes().get(device.process_index, device.process_index)
 
 
 def order_devices(devices: Iterable[Any], shape: MeshShape) -> np.ndarray:
@@ -88,15 +109,20 @@ def stage_mesh(mesh: Mesh, stage: int) -> Mesh:
 
 
 def explain(mesh: Mesh) -> dict[str, str]:
-    """For each axis larger than 1, the slowest link that its groups cross: "inside a host", "between hosts" or "between slices"."""
+    """For each axis larger than 1, the slowest link that its groups cross: "inside a host", "between hosts" or "between slices".
+
+    Where every host is a slice of its own, as XLA numbers GPUs without a common fabric, there are only hosts.
+    """
     found = {}
+    everywhere = {host_of(device) for device in mesh.devices.flat}
+    sliced = len({slice_index for slice_index, _ in everywhere}) < len(everywhere)
     for dim, axis in enumerate(AXES):
         if mesh.shape[axis] == 1:
             continue
         lines = np.moveaxis(mesh.devices, dim, -1).reshape(-1, mesh.shape[axis])
         hosts = [{host_of(device) for device in line} for line in lines]
         slices = [{slice_index for slice_index, _ in line} for line in hosts]
-        if max(map(len, slices)) > 1:
+        if sliced and max(map(len, slices)) > 1:
             found[axis] = "between slices"
         else:
             found[axis] = "between hosts" if max(map(len, hosts)) > 1 else "inside a host"

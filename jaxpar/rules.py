@@ -230,7 +230,10 @@ def _check_devices(config: Config, devices: int) -> None:
     sizes = " × ".join(f"{axis} {getattr(mesh, axis)}" for axis in AXES if getattr(mesh, axis) > 1) or "one device"
     others = mesh.devices // mesh.data
     fix = f"mesh.data={devices // others}" if devices % others == 0 else f"sizes that multiply to {devices}"
-    raise ValueError(f"mesh: {sizes} makes {mesh.devices} devices, but there are {devices}; set {fix}, or run on {mesh.devices} devices")
+    raise ValueError(
+        f"mesh: {sizes} makes {mesh.devices} devices, but there are {devices}; set {fix}, or run on {mesh.devices} devices "
+        f"(simulated ones on CPU: train.cpu_devices={mesh.devices})"
+    )
 
 
 def _check_tensor(config: Config, devices: int) -> None:

@@ -208,4 +208,4 @@ def test_two_processes_of_four_devices_join_over_gloo():
             process.kill()
     for rank, (process, (out, err)) in enumerate(zip(processes, results)):
         assert process.returncode == 0, err
-        assert out.splitlines()[-1] == f"{rank} 4 8 28.0 {{'data': 'between hosts', 'tensor': 'inside a host'}}"
+        assert out.splitlines()[-1] == f"{rank} 4 8 28.0 {{'data': 'inside a host', 'tensor': 'inside a host'}}"

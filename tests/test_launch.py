@@ -4,6 +4,8 @@ Slurm's daemons are started here, on ports of their own, where Debian's slurm-wl
 """
 
 import contextlib
+import copy
+import importlib.util
 import os
 import re
 import shutil
@@ -19,6 +21,7 @@ import yaml
 
 from jaxpar import configfile, rules
 from jaxpar.distributed import PORTS, Launch, detect
+from tests import jobset_schema
 from tests.train import tiny
 
 ROOT = Path(__file__).parent.parent
@@ -82,6 +85,18 @@ def variables(jobset, job, container, pod):
             path = entry["valueFrom"]["fieldRef"]["fieldPath"]
             environ[entry["name"]] = annotations[re.fullmatch(r"metadata\.annotations\['(.+)'\]", path)[1]]
     return environ
+
+
+def test_jobset_has_known_fields_of_the_right_types(jobset):
+    assert jobset_schema.problems(jobset) == []
+    broken = copy.deepcopy(jobset)
+    broken["spec"]["failurePolicy"]["rules"][0]["action"] = "Restart"
+    work = broken["spec"]["replicatedJobs"][0]["template"]["spec"]
+    work["parallelism"] = "2"
+    work["template"]["spec"]["containers"][0]["env"][0]["value"] = 2
+    work["template"]["spec"]["gracePeriod"] = 600
+    found = jobset_schema.problems(broken)
+    assert len(found) == 4 and any("gracePeriod: unknown field" in problem for problem in found), found
 
 
 def test_jobset_pods_find_pod_0(jobset, job, container):
@@ -357,10 +372,19 @@ def test_local_stops_saved_and_goes_on_even_when_asked_before_the_first_step(tmp
 
 
 @pytest.mark.slow
-def test_until_done_asks_for_another_start_until_the_last_step_is_saved(tmp_path, data):
+def test_until_done_asks_for_another_start_until_the_last_step_is_saved(tmp_path, data, monkeypatch):
     path = tiny.run_file(tmp_path, data, {"mesh.data": 1, "mesh.tensor": 1, "train.cpu_devices": 1, "train.steps": 3})
-    codes = [
-        subprocess.run([sys.executable, UNTIL_DONE, path, *more], env=outside_any_launch(), check=False, timeout=300).returncode
-        for more in (["--until", "2"], [], [], ["--set", "mesh.data=7"])
-    ]
-    assert codes == [75, 0, 0, 2]
+    spec = importlib.util.spec_from_file_location("until_done", UNTIL_DONE)
+    until_done = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(until_done)
+    config = configfile.load(path, [])
+
+    def code(*more):
+        return subprocess.run([sys.executable, UNTIL_DONE, path, *more], env=outside_any_launch(), check=False, timeout=300).returncode
+
+    assert code("--until", "2") == 0, "asked to leave after step 2, it is done there: a scheduler must not start it for ever"
+    monkeypatch.setattr(until_done.cli, "main", lambda arguments: 0)
+    assert until_done.main([str(path)]) == 75
+    assert until_done.done(config, 2) and not until_done.done(config), "stopped there by a signal it would be started again"
+    assert [code(), code(), code("--set", "mesh.data=7")] == [0, 0, 2]
+    assert until_done.done(config)

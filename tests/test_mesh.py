@@ -82,6 +82,26 @@ def test_explain_names_the_slowest_link():
     assert explain(mesh) == {"data": "between slices", "expert": "between hosts", "tensor": "inside a host"}
 
 
+def test_a_process_a_gpu(monkeypatch):
+    """Eight processes on two machines: a tensor group of four is no group of four hosts."""
+    devices = [Device(id, process_index=id) for id in range(8)]
+    monkeypatch.setattr("jaxpar.mesh.hosts_of_processes", lambda: {process: process // 4 * 4 for process in range(8)})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        placed = order_devices(devices, MeshShape(data=2, tensor=4))
+    mesh = SimpleNamespace(devices=placed, shape=dict(zip(AXES, placed.shape)))
+    assert explain(mesh) == {"data": "between hosts", "tensor": "inside a host"}
+    monkeypatch.setattr("jaxpar.mesh.hosts_of_processes", dict)  # the control: as if every process had a machine of its own
+    with pytest.warns(UserWarning, match="2 of 2 tensor groups span hosts"):
+        order_devices(devices, MeshShape(data=2, tensor=4))
+
+
+def test_gpus_whose_hosts_are_slices_have_no_slices():
+    devices = order_devices([Device(id, id // 4, id // 4) for id in range(8)], MeshShape(data=2, tensor=4))
+    mesh = SimpleNamespace(devices=devices, shape=dict(zip(AXES, devices.shape)))
+    assert explain(mesh) == {"data": "between hosts", "tensor": "inside a host"}
+
+
 def test_sizes_must_multiply_to_the_devices():
     with pytest.raises(ValueError, match=r"mesh: .* = 6 devices, but there are 8"):
         make_mesh(MeshShape(data=3, tensor=2))

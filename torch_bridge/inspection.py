@@ -46,6 +46,7 @@ def tokenizer_notes(source: Source) -> Iterator[str]:
     """What jaxpar could not do with the folder's tokenizer. No error: the weights do not depend on it."""
     path = source.folder / TOKENIZER
     if not path.is_file():
+        yield f"no {TOKENIZER}: a run on text would train one of its own, whose ids mean nothing to these weights; use token folders"
         return
     try:
         size = load_tokenizer(path).size

@@ -132,7 +132,7 @@ def _check_resumable(checkpoints: Checkpoints, resolved: dict[str, Any], tokens:
             f"checkpoint.folder: step {step} in {checkpoints.folder} has a configuration of another version ({error}): "
             f"choose another folder"
         ) from None
-    check_same(saved, resolved)
+    check_same(saved, resolved, step)
     check_tokenizer(checkpoints.folder, tokenizer)
     if step > 0:
         check_data(checkpoints.folder, tokens)

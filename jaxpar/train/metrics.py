@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -79,6 +80,11 @@ def _lines(path: Path) -> list[tuple[str, dict[str, Any]]]:
 
 
 def _keep(path: Path, resumed: int) -> None:
+    """The lines up to step `resumed`. A run that starts afresh keeps none, and what was there stays beside it under a number."""
+    if resumed == 0 and path.stat().st_size:
+        taken = {file.name for file in path.parent.glob("metrics.*.jsonl")}
+        path.rename(path.with_name(next(name for n in itertools.count(1) if (name := f"metrics.{n}.jsonl") not in taken)))
+        return
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     kept = [line + "\n" for line, record in _lines(path) if record["step"] <= resumed]
     temporary.write_text("".join(kept), encoding="utf-8")

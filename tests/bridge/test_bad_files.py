@@ -126,7 +126,18 @@ def test_index_omits_a_tensor(folder):
 
 
 @pytest.mark.parametrize(
-    "name", ["../in/model.safetensors", "/etc/passwd", "a/b.safetensors", "..", "x.bin", "a\\b.safetensors", "", 3, "\0.safetensors"]
+    "name",
+    [
+        "../in/model.safetensors",
+        "/abs.safetensors",
+        "a/b.safetensors",
+        "..",
+        "x.bin",
+        "a\\b.safetensors",
+        "",
+        3,
+        "\0.safetensors",
+    ],
 )
 def test_index_leaves_the_folder(folder, name):
     path = folder("llama")

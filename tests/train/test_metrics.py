@@ -70,3 +70,12 @@ def test_unwritable_folder(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match=r"log\.folder: cannot write in .*file"):
         MetricsLog(tmp_path / "file")
+
+
+def test_a_run_that_starts_afresh_keeps_what_was_there_aside(tmp_path):
+    for loss in (1.0, 2.0, 3.0):
+        with MetricsLog(tmp_path) as log:
+            log.write(1, {"loss": loss})
+    assert [record["loss"] for record in read_metrics(tmp_path)] == [3.0]
+    aside = {path.name: json.loads(path.read_text())["loss"] for path in tmp_path.glob("metrics.*.jsonl")}
+    assert aside == {"metrics.1.jsonl": 1.0, "metrics.2.jsonl": 2.0}

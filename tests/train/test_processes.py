@@ -73,6 +73,7 @@ def test_both_processes_refuse_bad_input(tmp_path, data):
         code, out, err = tiny.finish(process)
         assert code == 2, (out, err)
         assert err.endswith(
-            "jaxpar: error: mesh: data 3 × tensor 2 makes 6 devices, but there are 8; set mesh.data=4, or run on 6 devices\n"
+            "jaxpar: error: mesh: data 3 × tensor 2 makes 6 devices, but there are 8; set mesh.data=4, or run on 6 devices "
+            "(simulated ones on CPU: train.cpu_devices=6)\n"
         )
     assert [entry.name for entry in tmp_path.iterdir()] == ["run.yaml"]
