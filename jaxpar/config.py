@@ -279,6 +279,7 @@ class TrainConfig:
 
     `zero` 0 replicates, 1 shards optimizer state and masters, 2 also gradients, 3 also parameters. `remat` names a policy of
     `jaxpar/parallel/remat.py`. `interleave` cuts the local batch of a microbatch in that many parts inside one layer body.
+    `collective_matmul` sends activations over `tensor` around a ring, each chunk behind the products of another (`parallel/ring.py`).
     `matmul_precision` is JAX's: with float32 compute, GPUs multiply in TF32 unless it is `highest`.
     `loss_chunk` is the tokens whose logits exist at once, `mlp_chunk` those of a row whose hidden values of the MLP do (0: all; else they
     are computed again in the backward, whatever `remat` says), `attention_block` the queries and keys of one attention tile.
@@ -294,6 +295,7 @@ class TrainConfig:
     context: ContextConfig = field(default_factory=ContextConfig)
     remat: str = "matmuls"
     interleave: int = 1
+    collective_matmul: bool = False
     compute_dtype: str = "bfloat16"
     master_dtype: str = "float32"
     reduce_dtype: str = "float32"
@@ -319,6 +321,10 @@ class TrainConfig:
         require(0 <= self.seed < 2**32, f"train.seed: {self.seed} must be in 0 to 2^32 - 1")
         require(self.cpu_devices is None or self.cpu_devices >= 1, f"train.cpu_devices: {self.cpu_devices} must be at least 1, or absent")
         require(self.z_loss >= 0, f"train.z_loss: {self.z_loss} must not be negative")
+        require(
+            not self.collective_matmul or (self.sequence_parallel and self.interleave == 1),
+            "train.collective_matmul: needs train.sequence_parallel=true and train.interleave=1: a ring hides what interleaving would",
+        )
         require(
             self.batch % self.accumulation == 0,
             f"train.accumulation: {self.accumulation} does not divide train.batch {self.batch}",

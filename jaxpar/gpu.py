@@ -67,13 +67,14 @@ FLAGS = (
         "xla_gpu_experimental_parallel_collective_overlap_limit",
         4,
         "by default the scheduler starts no collective before the one under way is done, though those over `tensor` use NVLink and those "
-        "over `data` the network; with room for both, and for one more in line on each, 4% of a step is won (docs/compile.md)",
+        "over `data` the network; with room for both, and for one more in line on each, 6% of a simulated step is won (docs/compile.md)",
     ),
     Flag(
         "xla_gpu_memory_limit_slop_factor",
         118,
         "percent of four fifths of the device's memory up to which the scheduler may overlap; beyond that it computes again and waits; "
-        "the default, 95, stops at 76%, so that a run that fills an 80 GB GPU to 85% took 12% longer than it must (docs/compile.md)",
+        "the default, 95, stops at 76%, and the 70B run, which fills 85% of an 80 GB GPU, would take nearly twice its time "
+        "(docs/compile.md)",
     ),
     Flag(
         "xla_gpu_enable_highest_priority_async_stream",

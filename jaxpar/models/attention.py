@@ -56,7 +56,7 @@ class Attention(nnx.Module):
 
         A batch without `segments` promises one document a row and no padding. Within a document positions grow by one with the index.
         Where `seq` splits rows, `segments_row` may hold those of the whole row, gathered once for all layers."""
-        q_BSNH, k_BSKH, v_BSKH = self.project(self.boundary.enter(x_BSD), context.batch["positions"])
+        q_BSNH, k_BSKH, v_BSKH = self.project(x_BSD, context.batch["positions"])
         return self.out(self.over_row(q_BSNH, k_BSKH, v_BSKH, context))
 
     def cached(self, x_BSD: jax.Array, context: Context, cache: Cache) -> tuple[jax.Array, Cache]:
@@ -70,7 +70,7 @@ class Attention(nnx.Module):
         """
         assert isinstance(self.boundary, Replicated), "a key/value cache needs all tokens on each device"
         positions_BS, segments_BS = context.batch["positions"], context.batch["segments"]
-        q_BSNH, k_BSKH, v_BSKH = self.project(self.boundary.enter(x_BSD), positions_BS)
+        q_BSNH, k_BSKH, v_BSKH = self.project(x_BSD, positions_BS)
         if "slots" in context.batch:
             return self.cached_in_parts(q_BSNH, k_BSKH, v_BSKH, context, cache)
         rows, length = cache["key"].shape[:2]
@@ -133,18 +133,21 @@ class Attention(nnx.Module):
         return row_linear(o_BSNH, value(self.output), self.boundary, value(self.output_bias))
 
     def project(self, x_BSD: jax.Array, positions_BS: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """x[B, S, D] -> q[B, S, N_tensor, H], k and v[B, S, K_tensor, H], norms and rope applied.
+        """x as it lies between blocks -> q[B, S, N_tensor, H], k and v[B, S, K_tensor, H], norms and rope applied. Sends one `enter`.
 
         The projections are what carries a name for the remat policies: norm and rope are cheap to do again from them."""
         config = self.config
 
-        def kv(weight: nnx.Param, bias: nnx.Param | None) -> jax.Array:
+        def kv(x_BSD: jax.Array, weight: nnx.Param, bias: nnx.Param | None) -> jax.Array:
             own = None if bias is None else own_kv_heads(value(bias), config.kv_heads)
             return column_linear(x_BSD, own_kv_heads(value(weight), config.kv_heads), own)
 
-        q_BSNH = checkpoint_name(column_linear(x_BSD, value(self.query), value(self.query_bias)), "query")
-        k_BSKH = checkpoint_name(kv(self.key, self.key_bias), "key")
-        v_BSKH = checkpoint_name(kv(self.value, self.value_bias), "value")
+        def products(x_BSD: jax.Array) -> tuple[jax.Array, ...]:
+            q_BSNH = checkpoint_name(column_linear(x_BSD, value(self.query), value(self.query_bias)), "query")
+            k_BSKH = checkpoint_name(kv(x_BSD, self.key, self.key_bias), "key")
+            return q_BSNH, k_BSKH, checkpoint_name(kv(x_BSD, self.value, self.value_bias), "value")
+
+        q_BSNH, k_BSKH, v_BSKH = self.boundary.enter_with(x_BSD, products)
         if config.qk_norm:
             q_BSNH = rms_norm(q_BSNH, value(self.query_norm), config.norm_eps, config.norm_one_plus)
             k_BSKH = rms_norm(k_BSKH, value(self.key_norm), config.norm_eps, config.norm_one_plus)

@@ -16,7 +16,7 @@ from jaxpar.models.options import Options
 from jaxpar.models.parameter import bias, matrix, value
 from jaxpar.ops.mlp import gated
 from jaxpar.parallel.sequence import Boundary
-from jaxpar.parallel.tensor import column_linear, row_linear
+from jaxpar.parallel.tensor import column_linear, row_product
 
 
 class MLP(nnx.Module):
@@ -35,13 +35,16 @@ class MLP(nnx.Module):
 
     def __call__(self, x_BSD: jax.Array) -> jax.Array:
         """x as it lies between blocks -> y likewise. Sends one `enter` and one `leave`."""
-        x_BSD = self.boundary.enter(x_BSD)
-        if self.chunk and x_BSD.shape[1] > self.chunk:
-            y_BSD, down_bias = self.boundary.leave(self.in_chunks(x_BSD)), value(self.down_bias)
-            return y_BSD if down_bias is None else y_BSD + down_bias
-        gate_BSF = checkpoint_name(column_linear(x_BSD, value(self.gate), value(self.gate_bias)), "mlp_gate")
-        up_BSF = checkpoint_name(column_linear(x_BSD, value(self.up), value(self.up_bias)), "mlp_up")
-        return row_linear(gated(gate_BSF, up_BSF, self.activation), value(self.down), self.boundary, value(self.down_bias))
+
+        def product(x_BSD: jax.Array) -> jax.Array:
+            if self.chunk and x_BSD.shape[1] > self.chunk:
+                return self.in_chunks(x_BSD)
+            gate_BSF = checkpoint_name(column_linear(x_BSD, value(self.gate), value(self.gate_bias)), "mlp_gate")
+            up_BSF = checkpoint_name(column_linear(x_BSD, value(self.up), value(self.up_bias)), "mlp_up")
+            return row_product(gated(gate_BSF, up_BSF, self.activation), value(self.down))
+
+        y_BSD = self.boundary.through(x_BSD, product)
+        return y_BSD if self.down_bias is None else y_BSD + value(self.down_bias)
 
     def in_chunks(self, x_BSD: jax.Array) -> jax.Array:
         """This device's partial sums of y, some tokens at a time: hidden values of at most `chunk` tokens exist, in the backward too, which

@@ -41,12 +41,17 @@ def column_linear(x_BSD: jax.Array, weight: jax.Array, bias: jax.Array | None = 
     return y if bias is None else y + bias
 
 
+def row_product(x: jax.Array, weight: jax.Array) -> jax.Array:
+    """x[B, S, in_tensor...], W[D, in_tensor...] -> y[B, S, D] {U_tensor}: what a row-parallel layer has before it leaves. Sends nothing."""
+    return _contract(x, weight, dims=weight.ndim - 1)
+
+
 def row_linear(x: jax.Array, weight: jax.Array, boundary: Boundary, bias: jax.Array | None = None) -> jax.Array:
     """Linear layer with inputs split over `tensor`: x[B, S, in_tensor...], W[D, in_tensor...], b[D] -> y as it lies between blocks.
 
     The bias is whole on each device and added after the reduction, hence once. Sends what `boundary.leave` sends.
     """
-    y_BSD = boundary.leave(_contract(x, weight, dims=weight.ndim - 1))
+    y_BSD = boundary.leave_with(x, lambda x: row_product(x, weight))
     return y_BSD if bias is None else y_BSD + bias
 
 

@@ -200,7 +200,12 @@ def _activations(config: Config) -> list[Collective]:
 
     passes = [("forward", enters, 2), ("forward", leaves, 2), ("backward", leaves, 2), ("backward", enters, 2)]
     passes += [("again", enters, again[0]), ("again", leaves, again[1])]
-    layers = [one for what, kind, times in passes for _ in range(times * parts) for one in send(f"layers, {what}", kind, each, parts)]
+    if train.collective_matmul and config.mesh.tensor > 1:  # each all-gather and reduce-scatter is t - 1 permutes of a chunk
+        parts = config.mesh.tensor
+        passes = [(what, "permute", times * (parts - 1)) for what, _, times in passes]
+    else:
+        passes = [(what, kind, times * parts) for what, kind, times in passes]
+    layers = [one for what, kind, times in passes for _ in range(times) for one in send(f"layers, {what}", kind, each, parts)]
     a = train.accumulation
     embedding = [*send("embedding, forward", leaves, a), *send("embedding, backward", enters, a)]
     return [*layers, *embedding, *send("head, forward", enters, a), *send("head, backward", leaves, a)]
@@ -288,12 +293,11 @@ def saved_bytes(config: Config) -> int | None:
     model, train, t, (b, s) = config.model, config.train, config.mesh.tensor, microbatch(config)
     tokens, size, wide = b * s, _itemsize(train.compute_dtype), _itemsize(_scalar_dtype(config))
     between = tokens * model.width // token_shards(config)
-    heads, kv_heads = model.heads // t, max(model.kv_heads // t, 1)
-    hidden = 0 if 0 < train.mlp_chunk < s else model.mlp_width // t
+    heads, kv_heads, hidden = model.heads // t, max(model.kv_heads // t, 1), 0 if 0 < train.mlp_chunk < s else model.mlp_width // t
     attention = size * tokens * heads * model.head_width + wide * tokens * heads
     outputs = size * tokens * ((heads + 2 * kv_heads) * model.head_width + 2 * hidden) + size * between
     inputs = size * (2 * between + tokens * hidden)
-    if train.context.split(config.mesh.seq)[1] > 1:
-        inputs += size * tokens * heads * model.head_width  # attention's output before heads are traded back is kept beside it
+    traded = train.context.split(config.mesh.seq)[1] > 1  # then attention's output is kept before and after heads are traded back
+    inputs += size * tokens * heads * model.head_width * traded
     kept = {"block": 0, "attention": attention, "outputs": attention + outputs, "matmuls": attention + outputs + inputs}
     return model.layers * (size * between + kept[train.remat]) if train.remat in kept else None

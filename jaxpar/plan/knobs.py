@@ -34,9 +34,9 @@ Change = dict[str, Any]  # such as {"train.remat": "block"}
 
 
 def _changed(config: Config, changes: list[Change]) -> dict[str, Config]:
-    """Those of the changes that make a run, by their label."""
+    """Those of the changes that make a run, by their label. What must be off before something else may be on comes off first."""
     found = {}
-    for change in changes:
+    for change in filter(None, changes):
         other = config
         try:
             for name, value in change.items():
@@ -80,14 +80,18 @@ def lighter(config: Config) -> dict[str, Config]:
 
 
 def faster(config: Config) -> dict[str, Config]:
-    """One knob each: parts that hide each other's collectives or none, less computed again, fewer and larger microbatches, half as many
-    devices in a tensor group."""
+    """One knob each: parts that hide each other's collectives, or a ring of products that hides its own, or neither; less computed again,
+    fewer and larger microbatches, half as many devices in a tensor group."""
     train, mesh = config.train, config.mesh
     changes: list[Change] = []
-    if train.interleave == 1 and mesh.tensor > 1:
-        changes.append({"train.interleave": 2})
-    elif train.interleave > 1:
-        changes.append({"train.interleave": 1})
+    now = {"train.interleave": train.interleave, "train.collective_matmul": train.collective_matmul}
+    ways: list[Change] = [
+        {"train.collective_matmul": False, "train.interleave": 2},
+        {"train.interleave": 1, "train.collective_matmul": True},
+        {"train.interleave": 1, "train.collective_matmul": False},
+    ]
+    for way in ways if mesh.tensor > 1 else ways[2:]:
+        changes.append({name: value for name, value in way.items() if value != now[name]})
     if (place := REMAT.index(train.remat)) > 0:
         changes.append({"train.remat": REMAT[place - 1]})
     if train.accumulation > 1 and train.zero > 1:

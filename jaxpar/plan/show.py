@@ -141,6 +141,6 @@ def _time(report: dict[str, Any]) -> str:
     ]
     if time["exposed_seconds"].get(TENSOR, 0) > EXPOSED * step:
         lines.append(
-            f"more than {EXPOSED:.0%} of the step waits for {TENSOR}: --knobs compiles what may hide it, such as train.interleave=2"
+            f"more than {EXPOSED:.0%} of the step waits for {TENSOR}: --knobs compiles what may hide it: interleaved parts, a ring"
         )
     return "\n".join(lines)

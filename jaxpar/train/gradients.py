@@ -23,6 +23,7 @@ from jaxpar.models.decoder import DecoderFunctions, declared, decoder_functions
 from jaxpar.models.options import train_options
 from jaxpar.parallel import collectives, joint, remat, zero
 from jaxpar.parallel import context as context_parallel
+from jaxpar.parallel.ring import Ring
 from jaxpar.parallel.sequence import boundary
 from jaxpar.parallel.stack import Context, LayerStack
 from jaxpar.params import Tree
@@ -217,5 +218,6 @@ def build_gradients(config: Config, mesh: Mesh) -> Gradients:
     specs = declared(config.model, config.mesh.tensor)
     # On one device the token shards are the tokens, and unlike an all-reduce a reduce-scatter over one device is nothing at all.
     sequence_parallel = config.train.sequence_parallel or config.mesh.tensor == 1
-    functions = decoder_functions(config.model, boundary(sequence_parallel), train_options(config.train, mesh.devices.flat[0].platform))
+    between = Ring() if config.train.collective_matmul and config.mesh.tensor > 1 else boundary(sequence_parallel)
+    functions = decoder_functions(config.model, between, train_options(config.train, mesh.devices.flat[0].platform))
     return Gradients(config, mesh, specs, zero.places(specs, Rules(sizes, DENSE), config.train.zero, sequence_parallel), functions)

@@ -1,10 +1,9 @@
 """The update rule, assembled from optax's pieces and the parameters' records.
 
-    build                 OptimizerConfig -> optax.GradientTransformation
-    decay_mask            which parameters weight decay touches
-    clip_by_global_norm   what the step does with the gradients first
-    global_norm
-    state_shardings       where the optimizer's state lives
+    build             OptimizerConfig -> optax.GradientTransformation
+    decay_mask        which parameters weight decay touches
+    clip              what the step does with the gradients first
+    state_shardings   where the optimizer's state lives
 
 All of it runs outside shard_map, inside the jitted step, on global arrays with NamedShardings.
 """
@@ -99,26 +98,11 @@ def decay_mask(config: OptimizerConfig, specs: Tree) -> Tree:
     return map_leaves(lambda path, parameter: config.decay == "all" or parameter.role in DECAYED_ROLES, specs)
 
 
-def global_norm(tree: Any) -> jax.Array:
-    """Euclidean norm of all leaves together, float64 if a leaf is, else float32.
-
-    Leaves are global arrays, so each parameter counts once however it is sharded or replicated; XLA adds one all-reduce of a scalar.
-    """
-    dtype = jnp.promote_types(jnp.result_type(*jax.tree.leaves(tree)), jnp.float32)
-    return optax.tree.norm(jax.tree.map(lambda x: x.astype(dtype), tree))
-
-
-def clip_by_global_norm(grads: Any, limit: float) -> tuple[Any, jax.Array]:
-    """(gradients scaled down to norm `limit` when above it, norm before). Dtypes and shardings stay.
+def clip(grads: Any, norm: jax.Array, limit: float) -> Any:
+    """Gradients of global norm `norm` scaled down to norm `limit` when above it. Dtypes and shardings stay.
 
     A NaN or infinite norm leaves NaN in the gradients; the step looks at the norm and skips.
     """
-    norm = global_norm(grads)
-    return clip_to(grads, norm, limit), norm
-
-
-def clip_to(grads: Any, norm: jax.Array, limit: float) -> Any:
-    """Gradients of norm `norm` scaled down to `limit` when above it."""
     scale = jnp.where(norm > limit, limit / norm, jnp.ones_like(norm))
     return jax.tree.map(lambda x: (x * scale).astype(x.dtype), grads)
 

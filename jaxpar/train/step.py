@@ -98,7 +98,7 @@ def build_training(config: Config, mesh: Mesh) -> Training:
         metrics, grads = gradients(state["params"], batch, state["step"])
         norm = metrics["grad_norm"]
         if config.optimizer.clip is not None:
-            grads = rule.clip_to(grads, norm, config.optimizer.clip)
+            grads = rule.clip(grads, norm, config.optimizer.clip)
         finite = jnp.isfinite(norm) & jnp.isfinite(metrics["loss"])
         updates, optimizer_state = optimizer.update(grads, state["optimizer"], state["params"])
         params = optax.apply_updates(state["params"], updates)

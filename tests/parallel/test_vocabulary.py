@@ -204,6 +204,26 @@ def test_embedding_and_its_gradient(tensor, sequence_parallel):
     close(dtable_VD, vjp(weight_BSD)[0])
 
 
+@pytest.mark.parametrize("data, tensor, sequence_parallel", [(2, 1, True), (2, 2, True), (2, 4, False)])
+def test_embedding_of_a_table_whose_columns_are_split_too(data, tensor, sequence_parallel):
+    """Rows travel; the gradient of a device's columns is complete where it lives."""
+    _, table_VD, _ = arrays()
+    ids_BS = jnp.asarray(np.random.default_rng(1).integers(0, V, size=(B, S)), jnp.int32)
+    weight_BSD = jnp.asarray(np.random.default_rng(2).normal(size=(B, S, D)))
+    edge = boundary(sequence_parallel)
+    between, table = P(DATA, TENSOR) if sequence_parallel else P(DATA), P(TENSOR, DATA)
+
+    def local(table_VD, ids_BS, weight_BSD):
+        x_BSD, vjp = jax.vjp(lambda table: vocabulary.embed_columns(table, ids_BS, edge, (DATA,), scale=3.25), table_VD)
+        return x_BSD, vjp(weight_BSD)[0]
+
+    run = jax.shard_map(local, mesh=mesh_of(data, tensor), in_specs=(table, P(DATA), between), out_specs=(between, table))
+    x_BSD, dtable_VD = jax.jit(run)(table_VD, ids_BS, weight_BSD)
+    expected, vjp = jax.vjp(lambda table: table[ids_BS] * 3.25, table_VD)
+    close(x_BSD, expected)
+    close(dtable_VD, vjp(weight_BSD)[0])
+
+
 @pytest.mark.parametrize("width, rounded", [(1152, 34.0), (3072, 55.5), (640, 25.25)])
 def test_embedding_scale_is_rounded_to_the_compute_dtype(width, rounded):
     """As Gemma: sqrt(width) in bf16, then one product. Scaling in float32 and rounding after gives other bits."""

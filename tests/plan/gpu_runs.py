@@ -3,6 +3,8 @@
 Five layers, for XLA unrolls a loop of one iteration and then gathers a layer once for both passes.
 """
 
+import dataclasses
+
 from jaxpar.config import Config, DataConfig, MeshShape, ModelConfig, TrainConfig
 
 MODEL = ModelConfig(vocabulary=2048, width=512, layers=5, heads=8, kv_heads=8, head_width=64, mlp_width=1024)
@@ -55,3 +57,7 @@ def run(data, tensor, zero, sequence_parallel, accumulation, remat, interleave, 
 
 
 RUNS = {"-".join(map(str, row)): run(*row) for row in ROWS}
+for row in [(4, 2, 3, True, 2, "outputs", 1, "bfloat16"), (2, 4, 1, True, 1, "block", 1, "float32")]:
+    config = run(*row)
+    ring = dataclasses.replace(config.train, collective_matmul=True)
+    RUNS["-".join(map(str, (*row, "ring")))] = dataclasses.replace(config, train=ring)

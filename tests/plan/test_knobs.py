@@ -35,10 +35,16 @@ def test_what_is_set_already_is_not_tried_again():
 
 
 def test_speed_knobs():
-    assert list(knobs.faster(config())) == ["train.interleave=2", "train.remat=none", "mesh.data=4 mesh.tensor=1"]
+    assert list(knobs.faster(config())) == [
+        "train.interleave=2",
+        "train.collective_matmul=true",
+        "train.remat=none",
+        "mesh.data=4 mesh.tensor=1",
+    ]
     assert list(knobs.faster(config(tensor=1))) == ["train.remat=none"], "nothing to hide"
     changes = knobs.faster(config(zero=3, accumulation=4, interleave=2, remat="none", batch=32))
     assert list(changes) == [
+        "train.interleave=1 train.collective_matmul=true",
         "train.interleave=1",
         "train.accumulation=2",
         "mesh.data=4 mesh.tensor=1",
@@ -64,3 +70,10 @@ def test_the_best_of_a_run_that_fits_must_be_faster():
     slow, quick, large = alternative("a", 1, True, 3.0), alternative("b", 2, True, 1.5), alternative("c", 3, False, 1.0)
     assert knobs.best([slow, quick, large], report) == quick
     assert knobs.best([slow, large], report) is None
+
+
+def test_from_the_ring_to_interleaved_parts():
+    """The two exclude each other: the ring goes before the parts come."""
+    changes = knobs.faster(config(collective_matmul=True))
+    both = changes["train.collective_matmul=false train.interleave=2"].train
+    assert both.interleave == 2 and not both.collective_matmul and "train.collective_matmul=false" in changes

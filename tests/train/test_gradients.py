@@ -11,7 +11,7 @@ import pytest
 
 from jaxpar.config import ModelConfig, RopeConfig
 from jaxpar.models.decoder import DecoderFunctions
-from jaxpar.parallel import collectives, sequence, stacked, zero
+from jaxpar.parallel import collectives, ring, sequence, stacked, zero
 from jaxpar.parallel.stack import LayerStack
 from jaxpar.train.corpus import collect
 from jaxpar.train.data import Loader, Rows, place
@@ -76,6 +76,8 @@ def check(got, want, vocabulary):
     assert got[0]["tokens"] == want[0]["tokens"]
     worst = runs.gap({"metrics": got[0], "gradients": got[1]}, {"metrics": want[0], "gradients": want[1]})
     assert worst[0] < TOLERANCE, worst
+    squares = sum(np.square(leaf).sum() for leaf in jax.tree.leaves(got[1]))
+    assert got[0]["grad_norm"] == pytest.approx(np.sqrt(squares), rel=1e-12)
     tables = [got[1][part]["table"] for part in ("embedding", "head") if part in got[1]]
     assert all(not table[vocabulary:].any() for table in tables)
 
@@ -87,6 +89,17 @@ def compare(run, reference):
 @pytest.mark.parametrize("row", MESHES, ids=name)
 def test_equals_one_device(row):
     compare(of(row), runs.config())
+
+
+RINGS = {
+    "ZeRO-3, computed again": {"data": 2, "tensor": 4, "zero": 3, "remat": "block"},
+    "accumulated": {"tensor": 2, "zero": 1, "accumulation": 2},
+}
+
+
+@pytest.mark.parametrize("case", RINGS)
+def test_collective_matmul_equals_one_device(case):
+    compare(runs.config(collective_matmul=True, **RINGS[case]), runs.config())
 
 
 TIED = dataclasses.replace(
@@ -257,6 +270,12 @@ def join_in_another_order(patch):
     patch.setattr(stacked, "join", lambda parts: join(parts[::-1]))
 
 
+def put_chunks_in_another_order(patch):
+    """Tokens that came around the ring take the places of other devices'."""
+    start = ring._start
+    patch.setattr(ring, "_start", lambda k, length: start(k + 1, length))
+
+
 def test_padding_of_a_joined_row_is_not_seen():
     """A corpus of one document is the same text joined or isolated, the padding of its last row included."""
     found = []
@@ -288,6 +307,7 @@ BROKEN = {
     "zero": (exchange_shards, {"data": 2, "zero": 1}),
     "accumulation on one device": (forget_a_microbatch, {"accumulation": 2}),
     "remat on one device": (keep_another_layer, {"remat": "outputs"}),
+    "collective_matmul": (put_chunks_in_another_order, {"tensor": 2, "collective_matmul": True}),
     "interleave on one device": (join_in_another_order, {"interleave": 2}),
 }
 

@@ -22,6 +22,7 @@ ROWS = {
 }
 MORE = {
     "ring contiguous, remat block": ("ring", "contiguous", {"seq": 8, "zero": 1, "remat": "block"}),
+    "collective matmul": ("ring", "zigzag", {"seq": 2, "data": 2, "tensor": 2, "zero": 1, "collective_matmul": True}),
     "remat none": ("ring", "zigzag", {"seq": 4, "tensor": 2, "zero": 1, "remat": "none"}),
     "remat outputs": ("usp", "striped", {"seq": 4, "tensor": 2, "zero": 3, "remat": "outputs"}),
     "remat attention": ("gather", "zigzag", {"seq": 4, "data": 2, "zero": 3, "remat": "attention"}),

@@ -83,6 +83,15 @@ def test_what_the_forward_keeps(policy, mesh):
     assert facts.flops_backward_input + facts.flops_backward_weight == facts.flops_backward
 
 
+@pytest.mark.parametrize("policy", ["matmuls", "outputs", "block"])
+def test_a_ring_keeps_no_more(policy):
+    """Chunks that came around are not kept beside the one that set out, nor slices beside what they were cut from."""
+    run = config(2, 2, model=DEEP, sequence=24, batch=20, zero=3, remat=policy, compute_dtype="bfloat16", collective_matmul=True)
+    assert kept(run) == formulas.saved_bytes(run)
+    facts = block_facts(training(run))
+    assert facts.flops_backward_input + facts.flops_backward_weight == facts.flops_backward
+
+
 def check_policies(policies):
     """Temporaries of two policies differ by what they keep, up to one layer's working space."""
     layer = kept(deep("none")) / DEEP.layers

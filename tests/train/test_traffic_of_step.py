@@ -52,6 +52,16 @@ def test_a_step_as_written_sends_exactly_what_the_formulas_say(row):
     assert each(traced(run)) == each(formulas.step_traffic(run))
 
 
+@pytest.mark.parametrize("remat", ["none", "matmuls", "block"])
+def test_a_ring_sends_what_gathers_and_scatters_would(remat):
+    """The formulas' permutes, and over `tensor` the bytes of the same step without a ring."""
+    run = step((2, 4), zero=3, remat=remat, model=HOSTILE, collective_matmul=True)
+    assert each(traced(run)) == each(formulas.step_traffic(run))
+    plain = dataclasses.replace(run, train=dataclasses.replace(run.train, collective_matmul=False))
+    rings, others = (sum(one.bytes for one in formulas.step_traffic(way) if one.axes == ("tensor",)) for way in (run, plain))
+    assert rings == others and each(traced(run)) != each(formulas.step_traffic(plain))
+
+
 @pytest.mark.parametrize("run", [level(number) for number in LEVELS], ids=lambda run: f"zero{run.train.zero}")
 def test_a_compiled_step_sends_exactly_what_the_formulas_say(run):
     """Bytes of every kind, axes and dtype; operations too, but for all-reduces, which XLA may combine."""
