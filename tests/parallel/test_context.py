@@ -15,7 +15,7 @@ from jaxpar.parallel.context import blocks, kernels, schedule, sources
 from jaxpar.parallel.context.layout import Layout
 from tests.parallel.context_cases import CHOICES, TOLERANCE, Case, autodiff, compiled, drawn, gap, inputs, ours, right, sink_logits
 
-PAIRWISE = drawn(60)
+PAIRWISE = drawn(52)
 
 
 @pytest.mark.parametrize("case", PAIRWISE, ids=str)
@@ -29,7 +29,7 @@ def test_more_cases_equal_dense(case):
     assert gap(ours(case), right(case)) < TOLERANCE
 
 
-@pytest.mark.parametrize("extra", CHOICES["extra"])
+@pytest.mark.parametrize("extra", ["softcap", "sinks"])
 def test_reference(extra):
     """The dense attention that everything is held against has the derivatives that autodiff finds."""
     case = Case(extra=extra, packed=True, length=16, mask="window 6")
@@ -70,7 +70,7 @@ def holds(case: Case) -> None:
     assert gap(found, wanted) < TOLERANCE
 
 
-@settings(max_examples=4, deadline=None, derandomize=True, phases=[Phase.generate])  # shrinking would compile for minutes
+@settings(max_examples=3, deadline=None, derandomize=True, phases=[Phase.generate])  # shrinking would compile for minutes
 @given(cases())
 def test_any_shape_segments_and_window(case):
     holds(case)
@@ -101,11 +101,10 @@ def test_packed_documents_do_not_leak(method):
     assert np.abs(joined[0][0, ~first] - joined[1][0, ~first]).max() > 0.1
 
 
-@pytest.mark.parametrize("method", CHOICES["method"])
-@pytest.mark.parametrize("extra", ["plain", "sinks"])
+@pytest.mark.parametrize(("method", "extra"), [*((method, "plain") for method in CHOICES["method"]), ("ring", "sinks")])
 def test_rows_that_see_nothing(method, extra):
     """Padding that fills whole devices: zeros and zero gradients, nothing infinite."""
-    case = Case(method=method, packed=True, extra=extra, layout="contiguous")
+    case = Case(method=method, packed=True, extra=extra)
     given = inputs(case)
     blind = given["segments_BS"] == 0
     assert blind[1, 16:].all()
@@ -120,8 +119,17 @@ def by_index(causal, window, scale, q, k):
     return Masking(scale=scale, causal=causal, window=window), Marks(index, index)
 
 
-@pytest.mark.parametrize("mask", ["causal", "window 13", "full"])
-@pytest.mark.parametrize("layout", CHOICES["layout"])
+QUICK = {("contiguous", "window 13"), ("zigzag", "causal"), ("striped", "causal"), ("zigzag", "full")}
+
+
+@pytest.mark.parametrize(
+    ("layout", "mask"),
+    [
+        pytest.param(layout, mask, marks=[] if (layout, mask) in QUICK else pytest.mark.slow)
+        for layout in CHOICES["layout"]
+        for mask in ("causal", "window 13", "full")
+    ],
+)
 def test_blocks_for_cudnn(layout, mask, monkeypatch):
     """The blocks handed to cuDNN mean the same when the kernel knows no positions: a float64 stand-in with its contract."""
     taken = []
