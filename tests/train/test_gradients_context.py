@@ -16,11 +16,11 @@ from tests.train.test_gradients import check
 # mesh of seq × tensor × data, then what it composes with
 ROWS = {
     "ring zigzag, ZeRO-1": ("ring", "zigzag", {"seq": 2, "data": 2, "tensor": 2, "zero": 1}),
-    "gather striped, ZeRO-2, accumulation": ("gather", "striped", {"seq": 4, "tensor": 2, "zero": 2, "accumulation": 2}),
     "usp, ZeRO-3, interleaved": ("usp", "zigzag", {"seq": 4, "data": 2, "zero": 3, "interleave": 2}),
     "ulysses, no sequence parallelism": ("ulysses", "contiguous", {"seq": 2, "tensor": 2, "zero": 0, "sequence_parallel": False}),
 }
 MORE = {
+    "gather striped, ZeRO-2, accumulation": ("gather", "striped", {"seq": 4, "tensor": 2, "zero": 2, "accumulation": 2}),
     "ring contiguous, remat block": ("ring", "contiguous", {"seq": 8, "zero": 1, "remat": "block"}),
     "collective matmul": ("ring", "zigzag", {"seq": 2, "data": 2, "tensor": 2, "zero": 1, "collective_matmul": True}),
     "remat none": ("ring", "zigzag", {"seq": 4, "tensor": 2, "zero": 1, "remat": "none"}),

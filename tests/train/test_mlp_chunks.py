@@ -17,7 +17,8 @@ from tests.train.test_gradients_context import gradients
 @pytest.mark.parametrize(
     "mesh",
     [
-        {"seq": 2, "data": 2, "tensor": 2, "zero": 3, "remat": "matmuls", "context": ContextConfig()},
+        pytest.param({"seq": 2, "data": 2, "tensor": 2, "zero": 3, "remat": "matmuls", "context": ContextConfig()}, marks=pytest.mark.slow),
+        {"zero": 0, "remat": "matmuls"},
         pytest.param({"zero": 0, "remat": "none"}, marks=pytest.mark.slow),
         pytest.param({"tensor": 2, "zero": 1, "remat": "block", "interleave": 2}, marks=pytest.mark.slow),
         pytest.param({"data": 2, "zero": 2, "remat": "outputs", "accumulation": 2}, marks=pytest.mark.slow),
