@@ -9,7 +9,7 @@ import pytest
 from jaxpar.config import ContextConfig
 from jaxpar.mesh import SEQ
 from jaxpar.parallel import collectives, context
-from tests.parallel.context_cases import OPTIONS
+from tests.parallel.context_cases import OPTIONS, uncached
 from tests.train import runs
 from tests.train.test_gradients import check
 
@@ -41,7 +41,8 @@ def gradients(run):
     """`runs.gradients`, compiled in a third of the time."""
     built = runs.training(run)
     arguments = runs.place_params(built), runs.place(built, runs.batch(run)), jnp.asarray(3, jnp.int32)
-    return jax.device_get(jax.jit(built.gradients).lower(*arguments).compile(compiler_options=OPTIONS)(*arguments))
+    with uncached():
+        return jax.device_get(jax.jit(built.gradients).lower(*arguments).compile(compiler_options=OPTIONS)(*arguments))
 
 
 @pytest.mark.parametrize("row", [*ROWS, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE)])
