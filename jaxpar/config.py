@@ -5,7 +5,7 @@
       mesh        MeshShape                         how many devices each named axis takes
       data        DataConfig                        where tokens come from
       optimizer   OptimizerConfig                   update rule and learning-rate schedule
-      train       TrainConfig                       steps, batch, ZeRO level, precision, recomputation
+      train       TrainConfig, with ContextConfig   steps, batch, ZeRO level, precision, recomputation, how `seq` shares attention
       gpu         GpuConfig                         compiler options on GPUs
       checkpoint  CheckpointConfig                  where, how often, how many
       log         LogConfig                         progress and metrics
@@ -234,6 +234,46 @@ class OptimizerConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ContextConfig:
+    """How `mesh.seq` devices share the attention of a row; `jaxpar/parallel/context` says what each way sends.
+
+    `method` ring and gather bring keys to queries, ulysses trades tokens for heads, usp trades among `ulysses` neighbours and rings over
+    the rest. `layout` is which tokens a device holds: contiguous ones, an early and a late chunk (zigzag), or every n-th (striped).
+    """
+
+    method: str = "ring"
+    layout: str = "zigzag"
+    ulysses: int = 2
+
+    def __post_init__(self) -> None:
+        one_of("train.context.method", self.method, ("ring", "ulysses", "gather", "usp"))
+        one_of("train.context.layout", self.layout, ("contiguous", "zigzag", "striped"))
+        require(self.ulysses >= 1, f"train.context.ulysses: {self.ulysses} must be at least 1")
+
+    def split(self, devices: int) -> tuple[int, int]:
+        """(groups that keys travel over, neighbours of a group that trade heads) of that many devices; their product is `devices`."""
+        inner = {"ulysses": devices, "usp": self.ulysses}.get(self.method, 1)
+        works = ", ".join(str(size) for size in range(1, devices + 1) if devices % size == 0)
+        require(devices % inner == 0, f"train.context.ulysses: {inner} does not divide mesh.seq {devices}; sizes that work: {works}")
+        return devices // inner, inner
+
+    def check_heads(self, heads: int, kv_heads: int, devices: int) -> None:
+        """Raise ValueError, listing the degrees that work, where neighbours cannot trade tokens for the heads that each of them has."""
+        _, inner = self.split(devices)
+        works = [size for size in range(1, heads + 1) if heads % size == 0 and (kv_heads % size == 0 or size % kv_heads == 0)]
+        require(
+            inner in works,
+            f"train.context.ulysses: {inner} devices cannot trade tokens for the {heads} query heads and {kv_heads} key/value heads that "
+            f"each has; degrees that work: {', '.join(map(str, works))}",
+        )
+
+    def unit(self, devices: int) -> int:
+        """What a row's length must be a multiple of: a device holds whole tokens of both chunks of its group."""
+        ring, _ = self.split(devices)
+        return math.lcm(devices, 2 * ring if self.layout == "zigzag" and ring > 1 else ring)
+
+
+@dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     """How a step runs. `batch` is sequences a step over all devices and microbatches; `accumulation` the microbatches it is cut in.
 
@@ -241,7 +281,8 @@ class TrainConfig:
     `jaxpar/parallel/remat.py`. `interleave` cuts the local batch of a microbatch in that many parts inside one layer body.
     `collective_matmul` sends activations over `tensor` around a ring, each chunk behind the products of another (`parallel/ring.py`).
     `matmul_precision` is JAX's: with float32 compute, GPUs multiply in TF32 unless it is `highest`.
-    `loss_chunk` is the tokens whose logits exist at once, `attention_block` the queries and keys of one attention tile.
+    `loss_chunk` is the tokens whose logits exist at once, `mlp_chunk` those of a row whose hidden values of the MLP do (0: all; else they
+    are computed again in the backward, whatever `remat` says), `attention_block` the queries and keys of one attention tile.
     `cpu_devices` is how many devices to simulate where JAX runs on CPU, over all processes; absent, or where XLA_FLAGS says how many,
     nothing is changed.
     """
@@ -251,6 +292,7 @@ class TrainConfig:
     accumulation: int = 1
     zero: int = 1
     sequence_parallel: bool = True
+    context: ContextConfig = field(default_factory=ContextConfig)
     remat: str = "matmuls"
     interleave: int = 1
     collective_matmul: bool = False
@@ -261,6 +303,7 @@ class TrainConfig:
     attention: str = "auto"
     attention_block: int = 512
     loss_chunk: int = 1024
+    mlp_chunk: int = 0
     z_loss: float = 0.0
     seed: int = 0
     cpu_devices: int | None = None
@@ -268,6 +311,7 @@ class TrainConfig:
     def __post_init__(self) -> None:
         for name in ("steps", "batch", "accumulation", "interleave", "attention_block", "loss_chunk"):
             require(getattr(self, name) >= 1, f"train.{name}: {getattr(self, name)} must be at least 1")
+        require(self.mlp_chunk >= 0, f"train.mlp_chunk: {self.mlp_chunk} must be at least 1 token, or 0 for all at once")
         one_of("train.zero", self.zero, (0, 1, 2, 3))
         for name in ("compute_dtype", "master_dtype", "reduce_dtype"):
             one_of(f"train.{name}", getattr(self, name), ("bfloat16", "float32", "float64"))

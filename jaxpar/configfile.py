@@ -24,7 +24,7 @@ from typing import Any
 
 import yaml
 
-from jaxpar.config import Config, MeshShape, ModelConfig
+from jaxpar.config import Config, ContextConfig, MeshShape, ModelConfig
 
 PRESETS = Path(__file__).parent / "presets"  # configs/models, which the wheel holds too
 
@@ -241,10 +241,19 @@ def dump(config: Any) -> Raw:
 
 def parse_mesh(text: str) -> MeshShape:
     """ "data=2,tensor=2" -> MeshShape; axes not named have size 1."""
+    return _build(MeshShape, _parse_pairs(f"--mesh {text}", text, "data=2,tensor=2"), "mesh")
+
+
+def parse_context(text: str) -> ContextConfig:
+    """ "method=usp,ulysses=2" -> ContextConfig; fields not named take their defaults."""
+    return _build(ContextConfig, _parse_pairs(f"--context {text}", text, "method=usp,layout=zigzag,ulysses=2"), "train.context")
+
+
+def _parse_pairs(origin: str, text: str, form: str) -> Raw:
     raw: Raw = {}
     for part in text.split(","):
-        axis, equals, size = part.partition("=")
-        if not equals or axis.strip() in raw:
-            raise ValueError(f"--mesh {text}: not of the form data=2,tensor=2")
-        raw[axis.strip()] = _parse(size, f"--mesh {text}")
-    return _build(MeshShape, raw, "mesh")
+        name, equals, value = part.partition("=")
+        if not equals or name.strip() in raw:
+            raise ValueError(f"{origin}: not of the form {form}")
+        raw[name.strip()] = _parse(value, origin)
+    return raw

@@ -1,4 +1,4 @@
-"""Text generation on a mesh of data × tensor: prompts of any lengths in one batch, a key/value cache, one program from prompts to tokens.
+"""Text generation on a mesh of data × seq × tensor: prompts of any lengths in a batch, a key/value cache, one program from them to tokens.
 
     Generator         a model on a mesh; `generate(prompts, tokens, ...)`
     build_generator   from a run's configuration and parameters, wherever these live
@@ -11,6 +11,7 @@ head width. P and M are powers of two and so are the rows of a device, so that f
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -22,11 +23,14 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxpar.config import Config, require
-from jaxpar.mesh import BATCH, DATA, TENSOR
+from jaxpar.mesh import BATCH, DATA, SEQ, TENSOR
 from jaxpar.models.decoder import DecoderFunctions, cache_shape, declared, decoder_functions
 from jaxpar.models.options import Options
+from jaxpar.parallel import context as context_parallel
 from jaxpar.parallel import sampling
-from jaxpar.parallel.collectives import all_reduce_max, vary
+from jaxpar.parallel.collectives import all_reduce, all_reduce_max, vary
+from jaxpar.parallel.context.cache import slot_positions
+from jaxpar.parallel.context.layout import layout
 from jaxpar.parallel.sequence import Replicated
 from jaxpar.parallel.stack import Context
 from jaxpar.parallel.tensor import check_heads
@@ -71,7 +75,8 @@ class State(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Generator:
-    """A model on a mesh, ready to generate. `params` are in the compute dtype, split over `tensor`, equal over `data`."""
+    """A model on a mesh, ready to generate. `params` are in the compute dtype, split over `tensor`, equal over `data` and `seq`, which
+    splits prompts and the cache."""
 
     config: Config
     mesh: Mesh
@@ -94,7 +99,7 @@ class Generator:
 
         A row's tokens depend on its prompt, and when sampled on `seed`, its number and the position, never on mesh or batch; where two
         logits are equal within the rounding of the compute dtype, meshes may choose differently. Sends, a token: two all-reduces of
-        B·D values a layer and one for the embedding, and what `parallel/sampling.py` says.
+        B·D values a layer and one for the embedding, and what `parallel/context/cache.py` and `parallel/sampling.py` say.
 
         Raises ValueError naming the argument. Every process calls it with the same arguments and gets all rows.
         """
@@ -122,13 +127,17 @@ class Generator:
 
     def _batch(self, prompts: Sequence[Sequence[int]], tokens: int) -> tuple[Prompts, int]:
         """Prompts on the host, filled up to a power of two a device, and the length of the cache."""
-        data, longest = self.mesh.shape[DATA], max(map(len, prompts))
+        data, longest, devices = self.mesh.shape[DATA], max(map(len, prompts)), self.mesh.shape[SEQ]
+        unit = math.lcm(self.config.train.context.unit(devices), 2 * devices)  # a device with one token would take it for a new one
+        width = -(-_bucket(longest, SHORTEST) // unit) * unit
         rows = data * _bucket(-(-len(prompts) // data), 1)
-        ids_BP = np.zeros((rows, _bucket(longest, SHORTEST)), np.int32)
+        ids_BP = np.zeros((rows, width), np.int32)
         length_B, stop_B = np.ones(rows, np.int32), np.zeros(rows, np.int32)
         for row, prompt in enumerate(prompts):
             ids_BP[row, : len(prompt)] = prompt
             length_B[row], stop_B[row] = len(prompt), len(prompt) + tokens
+        if devices > 1:
+            ids_BP = ids_BP[:, layout(self.config.train.context, devices, width).order(width)]
         return Prompts(ids_BP, length_B, stop_B, np.arange(rows, dtype=np.int32)), _bucket(longest + tokens, SHORTEST)
 
     @functools.cached_property
@@ -137,10 +146,11 @@ class Generator:
 
         def run(params: Tree, prompts: Prompts, choice: Choice, length: int, how: str) -> jax.Array:
             whole, rows = PartitionSpec(), PartitionSpec(BATCH)
+            ids = PartitionSpec(BATCH, SEQ) if self.mesh.shape[SEQ] > 1 else rows
             local = jax.shard_map(
                 functools.partial(self._local, length=length, how=how),
                 mesh=self.mesh,
-                in_specs=(self.partitions, Prompts(rows, rows, rows, rows), Choice(*[whole] * 5)),
+                in_specs=(self.partitions, Prompts(ids, rows, rows, rows), Choice(*[whole] * 5)),
                 out_specs=rows,
             )
             return local(params, prompts, choice)
@@ -152,7 +162,8 @@ class Generator:
 
         def body(state: State) -> State:
             segment_B1 = state.alive_B.astype(jnp.int32)[:, None]
-            x_B1D, cache = self._layers(params, state.token_B[:, None], state.position_B[:, None], segment_B1, state.cache)
+            slots = self._slots(prompts.ids_BP.shape[1], state.cache)
+            x_B1D, cache = self._layers(params, state.token_B[:, None], state.position_B[:, None], segment_B1, state.cache, slots)
             return self._chosen(self.functions.logits(params, x_B1D), state._replace(cache=cache), prompts, choice, how)
 
         return lax.while_loop(lambda state: state.going, body, self._prefill(params, prompts, choice, length, how)).written_BM
@@ -163,13 +174,18 @@ class Generator:
         model, tensor = self.config.model, self.mesh.shape[TENSOR]
         _, _, heads, head = cache_shape(model, tensor, rows, width)
         shape = (model.layers, rows, width, heads // tensor, head)
-        zeros = vary(jnp.zeros(shape, self.config.train.compute_dtype), (*BATCH, TENSOR))
-        positions_BP = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32), prompts.ids_BP.shape)
+        devices = self.mesh.shape[SEQ]
+        zeros = vary(jnp.zeros(shape, self.config.train.compute_dtype), (*BATCH, *([SEQ] if devices > 1 else []), TENSOR))
+        tokens_P = context_parallel.row_tokens(self.config.train.context, jnp.arange(width, dtype=jnp.int32), width)
+        positions_BP = jnp.broadcast_to(tokens_P, prompts.ids_BP.shape)
         segments_BP = (positions_BP < prompts.length_B[:, None]).astype(jnp.int32)
-        x_BPD, cache = self._layers(params, prompts.ids_BP, positions_BP, segments_BP, {"key": zeros, "value": zeros})
+        empty = {"key": zeros, "value": zeros}
+        x_BPD, cache = self._layers(params, prompts.ids_BP, positions_BP, segments_BP, empty, self._slots(width, empty))
         last_B = prompts.length_B - 1
-        x_B1D = jnp.take_along_axis(x_BPD, last_B[:, None, None], axis=1)
-        grown = jax.tree.map(lambda a: jnp.pad(a, ((0, 0), (0, 0), (0, length - width), (0, 0), (0, 0))), cache)
+        x_B1D = jnp.where((positions_BP == last_B[:, None])[..., None], x_BPD, 0).sum(1, keepdims=True, dtype=x_BPD.dtype)
+        x_B1D = all_reduce(x_B1D, SEQ) if devices > 1 else x_B1D  # one device has it
+        more = -(-max(length - devices * width, 0) // devices)
+        grown = jax.tree.map(lambda a: jnp.pad(a, ((0, 0), (0, 0), (0, more), (0, 0), (0, 0))), cache)
         state = State(
             token_B=last_B,
             position_B=last_B,
@@ -180,13 +196,25 @@ class Generator:
         )
         return self._chosen(self.functions.logits(params, x_B1D), state, prompts, choice, how)
 
+    def _slots(self, width: int, cache: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        """The positions of a cache's slots, of which `width` held the prompt."""
+        if self.mesh.shape[SEQ] == 1:
+            return {}
+        return {"slots": slot_positions(self.config.train.context, width, cache["key"].shape[2])}
+
     def _layers(
-        self, params: Tree, ids_BS: jax.Array, positions_BS: jax.Array, segments_BS: jax.Array, cache: dict[str, jax.Array]
+        self,
+        params: Tree,
+        ids_BS: jax.Array,
+        positions_BS: jax.Array,
+        segments_BS: jax.Array,
+        cache: dict[str, jax.Array],
+        slots: dict[str, jax.Array],
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """Embedding and layers on new tokens: (x[B, S, D], cache). The cache is carried whole, so that a loop updates it in place."""
         model = self.config.model
         flags = {"index": jnp.arange(model.layers, dtype=jnp.int32), "window": jnp.asarray(model.layer_windows, jnp.int32)}
-        batch = {"positions": positions_BS, "segments": segments_BS}
+        batch = {"positions": positions_BS, "segments": segments_BS, **slots}
 
         def layer(carry: Any, part: Any) -> tuple[Any, None]:
             (x_BSD, cache), (weights, own) = carry, part
@@ -231,14 +259,16 @@ def check_choice(tokens: int, temperature: float, top_k: int | None, top_p: floa
 
 
 def parameter_places(config: Config, mesh: Mesh) -> tuple[Tree, Tree]:
-    """(records, PartitionSpecs) of a model's parameters on a generation mesh: split over `tensor`, equal over `data`.
+    """(records, PartitionSpecs) of a model's parameters on a generation mesh: split over `tensor`, equal over `data` and `seq`.
 
     Raises ValueError for a mesh with other axes and for sizes that do not divide the model.
     """
     sizes, model = dict(mesh.shape), config.model
     for axis, size in sizes.items():
-        require(size == 1 or axis in (DATA, TENSOR), f"mesh.{axis}: {size} must be 1: generation splits over {DATA} and {TENSOR} only")
+        axes = f"{DATA}, {SEQ} and {TENSOR}"
+        require(size == 1 or axis in (DATA, SEQ, TENSOR), f"mesh.{axis}: {size} must be 1: generation splits over {axes} only")
     check_heads(model.heads, model.kv_heads, sizes[TENSOR])
+    config.train.context.check_heads(model.heads // sizes[TENSOR], max(model.kv_heads // sizes[TENSOR], 1), sizes[SEQ])
     specs = declared(model, sizes[TENSOR])
     return specs, partition_specs(specs, Rules(sizes, DENSE))
 
@@ -262,5 +292,5 @@ def build_generator(config: Config, mesh: Mesh, params: Tree) -> Generator:
         return array.astype(dtype)
 
     fitted = jax.jit(lambda params: map_leaves(fit, params, specs), out_shardings=shardings(partitions, mesh))(params)
-    options = Options(attention_block=config.train.attention_block, platform=mesh.devices.flat[0].platform)
+    options = Options(attention_block=config.train.attention_block, context=config.train.context, platform=mesh.devices.flat[0].platform)
     return Generator(config, mesh, fitted, partitions, decoder_functions(config.model, Replicated(), options))

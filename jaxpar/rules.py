@@ -21,7 +21,7 @@ import jax
 from jax.sharding import PartitionSpec
 
 from jaxpar.config import Config
-from jaxpar.mesh import AXES, BATCH, EXPERT, PIPE, REPLICA, SEQ, TENSOR
+from jaxpar.mesh import AXES, BATCH, EXPERT, PIPE, REPLICA, TENSOR
 
 Target = str | tuple[str, ...] | None
 Placement = tuple[int, tuple[str, ...]]
@@ -191,7 +191,7 @@ def unsharded(parameters: Mapping[str, Dims], specs: Mapping[str, PartitionSpec]
 
 
 # Axes that the mesh has and the train step does not use yet.
-UNUSED_AXES = (PIPE, SEQ, EXPERT)
+UNUSED_AXES = (PIPE, EXPERT)
 
 
 def check_run(config: Config, devices: int) -> None:
@@ -199,12 +199,14 @@ def check_run(config: Config, devices: int) -> None:
 
     Each ValueError is one line that names the field and sizes that work. What merely looks unwise is a warning.
     """
+    mesh, model = config.mesh, config.model
     _check_devices(config, devices)
     _check_tensor(config, devices)
     _check_batch(config)
     _check_sequence(config)
+    heads = model.heads // mesh.tensor, max(model.kv_heads // mesh.tensor, 1)
+    config.train.context.check_heads(*heads, mesh.seq)
     _check_precision(config)
-    mesh, model = config.mesh, config.model
     if mesh.pipe > model.layers:
         raise ValueError(f"mesh.pipe: {mesh.pipe} stages for model.layers {model.layers}; use at most {model.layers}")
     trained = config.data.tokenizer is None and config.data.source != "tokens"
@@ -217,7 +219,7 @@ def check_run(config: Config, devices: int) -> None:
         size = getattr(mesh, axis)
         if size > 1:
             raise ValueError(
-                f"mesh.{axis}: {size} is not supported by the train step yet; set mesh.{axis}=1 and use mesh.data or mesh.tensor"
+                f"mesh.{axis}: {size} is not supported by the train step yet; set mesh.{axis}=1 and use mesh.data, mesh.seq or mesh.tensor"
             )
 
 
@@ -259,13 +261,16 @@ def _check_batch(config: Config) -> None:
 
 
 def _check_sequence(config: Config) -> None:
-    mesh, length, rope = config.mesh, config.data.sequence, config.model.rope
-    shards = mesh.seq * (mesh.tensor if config.train.sequence_parallel else 1)
+    mesh, length, rope, context = config.mesh, config.data.sequence, config.model.rope, config.train.context
+    unit, tensor = context.unit(mesh.seq), mesh.tensor if config.train.sequence_parallel else 1
+    shards = math.lcm(unit, mesh.seq * tensor)
     if length % shards:
-        axes = "mesh.seq × mesh.tensor" if config.train.sequence_parallel else "mesh.seq"
-        other = ", or train.sequence_parallel=false" if length % mesh.seq == 0 else ""
+        axes = "mesh.seq × mesh.tensor" if tensor > 1 else "mesh.seq"
+        chunks = f" in {unit} chunks (train.context.layout {context.layout})" if unit > mesh.seq else ""
+        other = ", or train.sequence_parallel=false" if tensor > 1 and length % unit == 0 else ""
         raise ValueError(
-            f"data.sequence: {length} tokens do not divide over {axes} {shards}; lengths that work: {_multiples(length, shards)}{other}"
+            f"data.sequence: {length} tokens do not divide over {axes} {mesh.seq * tensor}{chunks}; "
+            f"lengths that work: {_multiples(length, shards)}{other}"
         )
     reach = rope.reach
     if reach is not None and length > reach:

@@ -2,7 +2,18 @@
 
 import pytest
 
-from jaxpar.config import CheckpointConfig, Config, DataConfig, LogConfig, MeshShape, ModelConfig, OptimizerConfig, RopeConfig, TrainConfig
+from jaxpar.config import (
+    CheckpointConfig,
+    Config,
+    ContextConfig,
+    DataConfig,
+    LogConfig,
+    MeshShape,
+    ModelConfig,
+    OptimizerConfig,
+    RopeConfig,
+    TrainConfig,
+)
 
 
 def test_defaults_are_a_run():
@@ -52,6 +63,9 @@ LLAMA3 = {"type": "llama3", "factor": 8.0, "original_length": 64}
         (DataConfig, {"source": "text"}, "data.path"),
         (DataConfig, {"sequence": 1}, "data.sequence"),
         (DataConfig, {"seed": -1}, "data.seed"),
+        (ContextConfig, {"method": "spiral"}, "train.context.method"),
+        (ContextConfig, {"layout": "folded"}, "train.context.layout"),
+        (ContextConfig, {"ulysses": 0}, "train.context.ulysses"),
         (OptimizerConfig, {"name": "adam"}, "optimizer.name"),
         (OptimizerConfig, {"learning_rate": 0.0}, "optimizer.learning_rate"),
         (OptimizerConfig, {"b2": 1.0}, "optimizer.b2"),

@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 
 from jaxpar import cli, configfile, generate
-from jaxpar.config import Config, MeshShape, RopeConfig, TrainConfig
+from jaxpar.config import Config, ContextConfig, MeshShape, RopeConfig, TrainConfig
 from jaxpar.decode import Generator, build_generator
 from jaxpar.mesh import make_mesh
 from jaxpar.train.checkpoint import Checkpoints
 from jaxpar.train.tokenizer import save_tokenizer, train_tokenizer
 from tests.models import reference
 from tests.models.whole import gemma, hostile, specs_of, values
+from tests.parallel.context_cases import uncached
 
 MODELS = {"hostile": (hostile(), 35), "gemma": (gemma(), 14)}  # with seeds of values under which greedy tokens do not repeat
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6, 5], [7], [12, 0, 11, 2]]
@@ -23,8 +24,8 @@ TOKENS = 7
 SAMPLED = {"temperature": 1.3, "top_k": 6, "top_p": 0.95, "seed": 11}
 
 
-def run_config(model, dtype="float64"):
-    train = TrainConfig(compute_dtype=dtype, master_dtype="float64", attention_block=4)
+def run_config(model, dtype="float64", context=ContextConfig()):  # noqa: B008
+    train = TrainConfig(compute_dtype=dtype, master_dtype="float64", attention_block=4, context=context)
     return Config(model=model, train=train)
 
 
@@ -81,6 +82,26 @@ def test_greedy_equals_the_whole_forward_on_every_mesh(name, data, tensor):
     assert generator_of(name, data, tensor).generate(PROMPTS, TOKENS) == expected
 
 
+@pytest.mark.parametrize(
+    ("name", "mesh", "context"),
+    [
+        ("hostile", MeshShape(seq=4, tensor=2), ContextConfig()),
+        pytest.param("hostile", MeshShape(data=2, seq=2), ContextConfig(method="ulysses"), marks=pytest.mark.slow),
+        pytest.param("hostile", MeshShape(seq=8), ContextConfig(method="gather", layout="striped"), marks=pytest.mark.slow),
+        pytest.param("gemma", MeshShape(seq=4, tensor=2), ContextConfig(layout="contiguous"), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_prompts_and_cache_split_over_seq(name, mesh, context):
+    """The prompt as training attends to it, then a cache of which each device has a part."""
+    model, seed = MODELS[name]
+    many = build_generator(
+        run_config(model, context=context), make_mesh(mesh, jax.devices()[: mesh.devices]), values(specs_of(model, 1), seed)
+    )
+    with uncached():
+        assert many.generate(PROMPTS, TOKENS) == recomputed(name)
+
+
 def test_one_program_serves_every_length_and_each_prompt_alone():
     model = generator_of("hostile")
     greedy = model.generate(PROMPTS, TOKENS)
@@ -101,8 +122,8 @@ def test_a_row_stops_before_the_end_token_and_the_others_go_on():
 def test_a_cache_that_is_not_written_would_be_noticed(monkeypatch):
     layers = Generator._layers
 
-    def forgetful(self, params, ids_BS, positions_BS, segments_BS, cache):
-        x_BSD, written = layers(self, params, ids_BS, positions_BS, segments_BS, cache)
+    def forgetful(self, params, ids_BS, positions_BS, segments_BS, cache, slots):
+        x_BSD, written = layers(self, params, ids_BS, positions_BS, segments_BS, cache, slots)
         return x_BSD, written if ids_BS.shape[1] > 1 else cache
 
     monkeypatch.setattr(Generator, "_layers", forgetful)
@@ -163,8 +184,10 @@ def test_a_mesh_that_does_not_fit():
     build = lambda shape: build_generator(run_config(model), make_mesh(shape, jax.devices()[: shape.devices]), {})  # noqa: E731
     with pytest.raises(ValueError, match=r"^mesh\.tensor: 3 cannot share 4 query heads and 2 key/value heads; sizes that work: 1, 2, 4$"):
         build(MeshShape(tensor=3))
-    with pytest.raises(ValueError, match=r"^mesh\.seq: 2 must be 1"):
-        build(MeshShape(seq=2))
+    with pytest.raises(ValueError, match=r"^mesh\.expert: 2 must be 1: generation splits over data, seq and tensor only"):
+        build(MeshShape(expert=2))
+    with pytest.raises(ValueError, match=r"^train\.context\.ulysses: 8 devices cannot trade tokens for the 4 query heads"):
+        build_generator(run_config(model, context=ContextConfig(method="ulysses")), make_mesh(MeshShape(seq=8)), {})
 
 
 def test_a_diverged_model_is_refused(monkeypatch):

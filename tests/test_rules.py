@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
-from jaxpar.config import CheckpointConfig, Config, DataConfig, MeshShape, ModelConfig, RopeConfig, TrainConfig
+from jaxpar.config import CheckpointConfig, Config, ContextConfig, DataConfig, MeshShape, ModelConfig, RopeConfig, TrainConfig
 from jaxpar.mesh import REPLICA
 from jaxpar.params import Parameter
 from jaxpar.rules import DENSE, Rules, check_run, spec_axes, unsharded, varying_axes, zero_placement, zero_spec
@@ -192,7 +192,26 @@ def test_a_good_run_passes_without_a_word():
         ({"data": {"vocabulary": 4096}}, 8, r"data.vocabulary: .* 4096 .* model.vocabulary 2048; set data.vocabulary=2048 or less"),
         ({"mesh": {"data": 1, "pipe": 5, "tensor": 1}}, 5, r"mesh.pipe: 5 stages for model.layers 4; use at most 4"),
         ({"mesh": {"data": 2, "pipe": 2}}, 8, r"mesh.pipe: 2 is not supported"),
-        ({"mesh": {"data": 2, "seq": 2}}, 8, r"mesh.seq: 2 is not supported"),
+        (
+            {"mesh": {"data": 1, "seq": 4}, "data": {"sequence": 124}},
+            8,
+            r"data.sequence: 124 .* mesh.seq × mesh.tensor 8 in 8 chunks \(train.context.layout zigzag\); lengths that work: 120, 128$",
+        ),
+        (
+            {"mesh": {"data": 1, "seq": 4}, "data": {"sequence": 132}, "train": {"context": ContextConfig(layout="striped")}},
+            8,
+            r"data.sequence: 132 .* 8; lengths that work: 128, 136, or train.sequence_parallel=false",
+        ),
+        (
+            {"mesh": {"data": 1, "seq": 4}, "train": {"context": ContextConfig(method="ulysses")}, "model": {"heads": 4, "kv_heads": 4}},
+            8,
+            r"train.context.ulysses: 4 devices cannot trade .* 2 query heads and 2 key/value heads .*; degrees that work: 1, 2$",
+        ),
+        (
+            {"mesh": {"data": 1, "seq": 4}, "train": {"context": ContextConfig(method="usp", ulysses=3)}},
+            8,
+            r"train.context.ulysses: 3 does not divide mesh.seq 4; sizes that work: 1, 2, 4",
+        ),
         ({"mesh": {"data": 2, "expert": 2}}, 8, r"mesh.expert: 2 is not supported"),
     ],
 )
@@ -204,6 +223,7 @@ def test_check_run_refuses(sections, devices, message):
 
 def test_check_run_takes_what_only_looks_odd():
     check_run(changed(data={"sequence": 127}, train={"sequence_parallel": False}), 8)
+    check_run(changed(mesh={"data": 1, "seq": 4}, train={"context": ContextConfig(method="usp")}), 8)
     check_run(changed(mesh={"data": 1, "tensor": 8}), 8)  # 4 key/value heads on 8 devices: replicated in pairs
     check_run(changed(data={"source": "tokens", "path": "x", "vocabulary": 4096}), 8)
 

@@ -6,7 +6,7 @@ Order of operations on queries and keys: project, bias, norm per head (`qk_norm`
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,8 @@ from jaxpar.models.parameter import bias, matrix, norm, value
 from jaxpar.ops.attention import attention
 from jaxpar.ops.norm import rms_norm
 from jaxpar.ops.rope import frequencies, rotate
+from jaxpar.parallel import context as context_parallel
+from jaxpar.parallel.context.cache import attend_cached
 from jaxpar.parallel.sequence import Boundary, Replicated
 from jaxpar.parallel.tensor import column_linear, own_kv_heads, row_linear
 
@@ -50,22 +52,27 @@ class Attention(nnx.Module):
         self.key_norm = norm(head, "head_dim", config.norm_one_plus) if config.qk_norm else None
 
     def __call__(self, x_BSD: jax.Array, context: Context) -> jax.Array:
-        """x as it lies between blocks -> y likewise. Sends one `enter` and one `leave`.
+        """x as it lies between blocks -> y likewise. Sends one `enter` and one `leave`, and over `seq` what its method does.
 
-        A batch without `segments` promises one document a row and no padding. Within a document positions grow by one with the index."""
-        positions_BS, segments_BS = context.batch["positions"], context.batch.get("segments")
-        q_BSNH, k_BSKH, v_BSKH = self.project(x_BSD, positions_BS)
-        return self.attend(q_BSNH, k_BSKH, v_BSKH, context, positions_BS, segments_BS, ordered=True)
+        A batch without `segments` promises one document a row and no padding. Within a document positions grow by one with the index.
+        Where `seq` splits rows, `segments_row` may hold those of the whole row, gathered once for all layers."""
+        q_BSNH, k_BSKH, v_BSKH = self.project(x_BSD, context.batch["positions"])
+        return self.out(self.over_row(q_BSNH, k_BSKH, v_BSKH, context))
 
     def cached(self, x_BSD: jax.Array, context: Context, cache: Cache) -> tuple[jax.Array, Cache]:
         """The same for S new tokens of sequences whose earlier ones are in the cache: a whole prompt, or one token.
 
         cache: `key` and `value` [B, M, K_tensor, H], equal or varying over `tensor` as the heads are. A new token is written at its
         position; tokens of segment 0 (padding, on either side) are not written. Real tokens have segment 1. Only for `Replicated`.
+
+        Where `seq` splits the cache, `context.batch["slots"]` [M] are the positions of this device's slots; a prompt's tokens lie in the
+        first of them, and one new token is on every device.
         """
         assert isinstance(self.boundary, Replicated), "a key/value cache needs all tokens on each device"
         positions_BS, segments_BS = context.batch["positions"], context.batch["segments"]
         q_BSNH, k_BSKH, v_BSKH = self.project(x_BSD, positions_BS)
+        if "slots" in context.batch:
+            return self.cached_in_parts(q_BSNH, k_BSKH, v_BSKH, context, cache)
         rows, length = cache["key"].shape[:2]
         row_B1 = jnp.arange(rows, dtype=jnp.int32)[:, None]
         slot_BS = jnp.where(segments_BS > 0, positions_BS, length)  # out of range, hence dropped
@@ -75,7 +82,55 @@ class Attention(nnx.Module):
         }
         k_positions_BM = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (rows, length))  # later slots are hidden by causality
         seen_BM = jnp.ones_like(k_positions_BM)
-        return self.attend(q_BSNH, cache["key"], cache["value"], context, k_positions_BM, seen_BM, ordered=False), cache
+        o_BSNH = attention(
+            q_BSNH,
+            cache["key"],
+            cache["value"],
+            q_positions_BS=positions_BS,
+            k_positions_BS=k_positions_BM,
+            q_segments_BS=segments_BS,
+            k_segments_BS=seen_BM,
+            ordered=False,
+            implementation=self.options.attention,
+            **self.scores(context),
+        )
+        return self.out(o_BSNH), cache
+
+    def cached_in_parts(
+        self, q_BSNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, context: Context, cache: Cache
+    ) -> tuple[jax.Array, Cache]:
+        """`cached` with a cache that `seq` splits. A prompt sends what training does, a new token what `attend_cached` does."""
+        new, tokens = {"key": k_BSKH, "value": v_BSKH}, q_BSNH.shape[1]
+        if tokens > 1:
+            cache = {name: old.at[:, :tokens].set(new[name].astype(old.dtype)) for name, old in cache.items()}
+            return self.out(self.over_row(q_BSNH, k_BSKH, v_BSKH, context)), cache
+        positions_BS, segments_BS, slots_M = (context.batch[name] for name in ("positions", "segments", "slots"))
+        mine_BM = (slots_M == positions_BS) & (segments_BS > 0)
+        cache = {name: jnp.where(mine_BM[..., None, None], new[name].astype(old.dtype), old) for name, old in cache.items()}
+        slots_BM = jnp.broadcast_to(slots_M, mine_BM.shape)
+        marks = {
+            "q_positions_BS": positions_BS,
+            "k_positions_BS": slots_BM,
+            "q_segments_BS": segments_BS,
+            "k_segments_BS": jnp.ones_like(slots_BM),
+        }
+        return self.out(attend_cached(q_BSNH, cache["key"], cache["value"], marks, self.scores(context))), cache
+
+    def over_row(self, q_BSNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, context: Context) -> jax.Array:
+        """Attention of the tokens of a row, which `seq` may split, to one another."""
+        return context_parallel.attention(
+            q_BSNH,
+            k_BSKH,
+            v_BSKH,
+            context=self.options.context,
+            segments_BS=context.batch.get("segments_row", context.batch.get("segments")),
+            implementation=self.options.attention,
+            **self.scores(context),
+        )
+
+    def out(self, o_BSNH: jax.Array) -> jax.Array:
+        """The output projection: [B, S, N_tensor, H] -> y as it lies between blocks."""
+        return row_linear(o_BSNH, value(self.output), self.boundary, value(self.output_bias))
 
     def project(self, x_BSD: jax.Array, positions_BS: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """x as it lies between blocks -> q[B, S, N_tensor, H], k and v[B, S, K_tensor, H], norms and rope applied. Sends one `enter`.
@@ -99,34 +154,15 @@ class Attention(nnx.Module):
         rope = frequencies(config.rope, config.head_width)
         return rotate(q_BSNH, positions_BS, *rope), rotate(k_BSKH, positions_BS, *rope), v_BSKH
 
-    def attend(
-        self,
-        q_BSNH: jax.Array,
-        k_BSKH: jax.Array,
-        v_BSKH: jax.Array,
-        context: Context,
-        k_positions_BS: jax.Array,
-        k_segments_BS: jax.Array | None,
-        ordered: bool,
-    ) -> jax.Array:
-        """Attention over the given keys, then the output projection. `ordered`: keys are the queries' tokens."""
+    def scores(self, context: Context) -> dict[str, Any]:
+        """How scores are made and which of them count, and the size of a tile: arguments of any attention."""
         config, options = self.config, self.options
         same = len(set(config.windows)) == 1
-        o_BSNH = attention(
-            q_BSNH,
-            k_BSKH,
-            v_BSKH,
-            q_positions_BS=context.batch["positions"],
-            k_positions_BS=k_positions_BS,
-            q_segments_BS=context.batch.get("segments"),
-            k_segments_BS=k_segments_BS,
-            causal=True,
-            window=config.windows[0] if same else context.layer["window"],
-            scale=config.head_width**-0.5 if config.score_scale is None else config.score_scale,
-            softcap=config.score_softcap,
-            block=options.attention_block,
-            ordered=ordered,
-            implementation=options.attention,
-            platform=options.platform,
-        )
-        return row_linear(o_BSNH, value(self.output), self.boundary, value(self.output_bias))
+        return {
+            "causal": True,
+            "window": config.windows[0] if same else context.layer["window"],
+            "scale": config.head_width**-0.5 if config.score_scale is None else config.score_scale,
+            "softcap": config.score_softcap,
+            "block": options.attention_block,
+            "platform": options.platform,
+        }

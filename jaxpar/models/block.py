@@ -44,7 +44,7 @@ class Block(nnx.Module):
         self.attention_norm = Norm(config)
         self.attention = Attention(config, boundary, options)
         self.mlp_norm = Norm(config)
-        self.mlp = MLP(config, boundary)
+        self.mlp = MLP(config, boundary, options)
 
     def __call__(self, x_BSD: jax.Array, context: Context) -> jax.Array:
         """x as it lies between blocks -> y likewise. Sends two `enter` and two `leave`."""
@@ -59,8 +59,11 @@ class Block(nnx.Module):
 
     def drop(self, y_BSD: jax.Array, place: int, context: Context) -> jax.Array:
         """Residual dropout, a function of (key of the step, layer, place, row, token, feature). A context without a key (evaluation)
-        drops nothing."""
+        drops nothing. Where `seq` splits rows, `tokens` [S] are the indices in the row of this device's."""
         if not self.dropout or "dropout" not in context.shared:
             return y_BSD
         key = jax.random.fold_in(jax.random.fold_in(context.shared["dropout"], context.layer["index"]), place)
-        return dropout(y_BSD, self.dropout, key, context.batch["rows"], self.boundary.tokens(y_BSD.shape[1]))
+        tokens_S = self.boundary.tokens(y_BSD.shape[1])
+        if "tokens" in context.shared:
+            tokens_S = context.shared["tokens"][tokens_S]
+        return dropout(y_BSD, self.dropout, key, context.batch["rows"], tokens_S)

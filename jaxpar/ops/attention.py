@@ -2,11 +2,14 @@
 
     attention            o
     attention_with_lse   o and the log-sum-exp, for who merges blocks of keys
+    row_masking          the static part of a mask
 
 B batch, S sequence (of q or of k), N query heads, K key/value heads (K divides N), H head width, W value width.
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import jax
 import numpy as np
@@ -106,12 +109,18 @@ def _masking(
     platform: str,
 ) -> tuple[Masking, Marks]:
     known = isinstance(window, (int, np.integer))
-    masking = Masking(
+    masking = row_masking(q_BSNH, causal, int(window) if known else 0, scale, softcap, block, platform)
+    return replace(masking, ordered=ordered), marks if known else marks._replace(window=window)
+
+
+def row_masking(
+    q_BSNH: jax.Array, causal: bool, window: int, scale: float | None, softcap: float | None, block: int, platform: str
+) -> Masking:
+    """What is static of a row's attention, with `attention`'s defaults filled in. A window of 0 is none, or one known at run time."""
+    return Masking(
         scale=float(q_BSNH.shape[-1] ** -0.5 if scale is None else scale),
         softcap=softcap,
         causal=causal,
-        window=int(window) if known else 0,
-        ordered=ordered,
+        window=window,
         block=min(block, CPU_BLOCK) if platform == "cpu" else block,
     )
-    return masking, marks if known else marks._replace(window=window)

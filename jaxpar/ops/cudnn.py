@@ -2,6 +2,8 @@
 
     cudnn_covers      why cuDNN cannot do a case, or None
     cudnn_attention   o, with its residuals named for remat policies
+    block_forward     o and log-sum-exp of one block of keys
+    block_backward    its dq, dk, dv, given log-sum-exp and output over *all* keys
 
 B batch, S sequence, N query heads, K key/value heads, H head width.
 """
@@ -73,3 +75,30 @@ def _cudnn_backward(causal: bool, window: int, scale: float, pullback: Callable,
 
 
 cudnn_attention.defvjp(_cudnn_forward, _cudnn_backward)
+
+
+def block_forward(
+    causal: bool, window: int, scale: float, q_BSNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """o_BSNH in q's dtype and lse_BNS float32 of one block of keys, without a derivative rule."""
+    o, pullback = jax.vjp(_kernel(causal, window, scale), q_BSNH, k_BSKH, v_BSKH)
+    return o, jax.tree.leaves(pullback)[-2]
+
+
+def block_backward(
+    causal: bool,
+    window: int,
+    scale: float,
+    q_BSNH: jax.Array,
+    k_BSKH: jax.Array,
+    v_BSKH: jax.Array,
+    o_BSNH: jax.Array,
+    lse_BNS: jax.Array,
+    do_BSNH: jax.Array,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """This block's shares of dq, dk, dv. The residuals of the kernel's own derivative get the log-sum-exp and output over all keys in place
+    of this block's; XLA drops the forward that made them."""
+    _, pullback = jax.vjp(_kernel(causal, window, scale), q_BSNH, k_BSKH, v_BSKH)
+    *inputs, lse, o = jax.tree.leaves(pullback)
+    assert lse.shape == lse_BNS.shape and o.shape == o_BSNH.shape, (lse.shape, o.shape)
+    return jax.tree.unflatten(jax.tree.structure(pullback), [*inputs, lse_BNS, o_BSNH])(do_BSNH)

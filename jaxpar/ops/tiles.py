@@ -22,26 +22,33 @@ from jax import lax
 
 @dataclass(frozen=True, kw_only=True)
 class Masking:
-    """What is static. `window` 0 means no window known while tracing. `ordered` promises that q and k are the same contiguous tokens:
-    within a segment positions grow by one with the index, so tiles above the diagonal and beyond the window need no computing."""
+    """What is static. `window` 0 means no window known while tracing.
+
+    `ordered` promises that there are as many keys as queries and that, within a segment, query i stands (i - j) `stride` + `offset` behind
+    key j, give or take less than a stride: tiles that causality or the window hides need no computing. The same contiguous tokens have
+    stride 1 and offset 0; keys of a block further back in the sequence an offset; every n-th token a stride of n.
+    """
 
     scale: float
     softcap: float | None = None
     causal: bool = True
     window: int = 0
     ordered: bool = False
+    stride: int = 1
+    offset: int = 0
     block: int = 512
 
 
 class Marks(NamedTuple):
     """Where each token stands. Segment 0 sees nothing and is not seen; segments None: one document, no padding. `window` is an int32
-    scalar, 0 for all."""
+    scalar, 0 for all. `k_prefix` marks keys that earlier queries see too."""
 
     q_positions_BS: jax.Array
     k_positions_BS: jax.Array
     q_segments_BS: jax.Array | None = None
     k_segments_BS: jax.Array | None = None
     window: jax.Array | None = None
+    k_prefix_BS: jax.Array | None = None
 
 
 def tile_pairs(q_tiles: int, k_tiles: int, q_tile: int, k_tile: int, masking: Masking) -> list[tuple[int, int]]:
@@ -51,15 +58,15 @@ def tile_pairs(q_tiles: int, k_tiles: int, q_tile: int, k_tile: int, masking: Ma
         return pairs
     assert (q_tiles, q_tile) == (k_tiles, k_tile), "ordered attention has as many keys as queries"
     if masking.causal:
-        pairs = [(i, j) for i, j in pairs if j <= i]
+        pairs = [(i, j) for i, j in pairs if (i - j + 1) * q_tile * masking.stride + masking.offset > 0]
     if masking.window:
-        pairs = [(i, j) for i, j in pairs if nearest(i - j, q_tile) < masking.window]
+        pairs = [(i, j) for i, j in pairs if nearest(i - j, q_tile, masking) < masking.window]
     return sorted(pairs, key=lambda pair: pair[0] - pair[1])
 
 
-def nearest(tiles_apart: int | np.ndarray, tile: int) -> int | np.ndarray:
-    """Smallest q index minus k index of two tiles that many apart."""
-    return (tiles_apart - 1) * tile + 1
+def nearest(tiles_apart: int | np.ndarray, tile: int, masking: Masking) -> int | np.ndarray:
+    """Smallest q position minus k position of two tiles of `ordered` attention that many apart."""
+    return (tiles_apart - 1) * tile * masking.stride + 1 + masking.offset
 
 
 class Tiles:
@@ -77,21 +84,23 @@ class Tiles:
         self.marks = self._pad_marks(marks)
 
     def _pad_marks(self, marks: Marks) -> Marks:
-        q_positions, k_positions, q_segments, k_segments, window = marks
+        q_positions, k_positions, q_segments, k_segments, window, k_prefix = marks
         assert (q_segments is None) == (k_segments is None), "segments of both queries and keys, or of neither"
         if q_segments is None and (self.q_padding or self.k_padding):
             q_segments, k_segments = jnp.ones_like(q_positions), jnp.ones_like(k_positions)
         q_positions, k_positions = self._pad(q_positions, 1, self.q_padding), self._pad(k_positions, 1, self.k_padding)
         if q_segments is not None and k_segments is not None:
             q_segments, k_segments = self._pad(q_segments, 1, self.q_padding), self._pad(k_segments, 1, self.k_padding)
-        return Marks(q_positions, k_positions, q_segments, k_segments, window)
+        k_prefix = None if k_prefix is None else self._pad(k_prefix, 1, self.k_padding)
+        return Marks(q_positions, k_positions, q_segments, k_segments, window, k_prefix)
 
     def mask(self, i: int | jax.Array, j: int | jax.Array) -> jax.Array | None:
         """Which keys of tile j the queries of tile i see: [B, Q, T], None for all."""
         marks, terms = self.marks, []
         distance = self._of_queries(marks.q_positions_BS, i) - self._of_keys(marks.k_positions_BS, j)
         if self.masking.causal:
-            terms.append(distance >= 0)
+            behind = distance >= 0
+            terms.append(behind if marks.k_prefix_BS is None else behind | self._of_keys(marks.k_prefix_BS, j))
         if self.masking.window:
             terms.append(distance < self.masking.window)
         if marks.window is not None:
@@ -116,7 +125,7 @@ class Tiles:
         if not (self.masking.ordered and self.marks.window is not None):
             return len(self.pairs)
         apart = np.array([i - j for i, j in self.pairs])
-        reached = jnp.asarray(nearest(apart, self.q_tile)) < self.marks.window
+        reached = jnp.asarray(nearest(apart, self.q_tile, self.masking)) < self.marks.window
         return jnp.where(self.marks.window == 0, len(self.pairs), reached.sum(dtype=jnp.int32))
 
     def queries(self, x_BSNH: jax.Array) -> jax.Array:

@@ -112,10 +112,13 @@ def reduce_scatter(x: jax.Array, axes: Axes, dim: int) -> jax.Array:
     return lax.psum_scatter(x, names, scatter_dimension=dim, tiled=True) if size > 1 else x
 
 
-def all_to_all(x: jax.Array, axes: Axes, split_dim: int, join_dim: int) -> jax.Array:
-    """Trade which dim is split: A[I_X, J] -> A[I, J_X] with I `join_dim`, J `split_dim`. Transpose: the same with dims swapped."""
+def all_to_all(x: jax.Array, axes: Axes, split_dim: int, join_dim: int, groups: Sequence[Sequence[int]] | None = None) -> jax.Array:
+    """Trade which dim is split: A[I_X, J] -> A[I, J_X] with I `join_dim`, J `split_dim`. Transpose: the same with dims swapped. `groups` of
+    places along the axes trade among themselves."""
     names = _check(x, axes, "all_to_all")
-    return lax.all_to_all(x, names, split_axis=split_dim, concat_axis=join_dim, tiled=True) if axis_size(names) > 1 else x
+    if (len(groups[0]) if groups else axis_size(names)) == 1:
+        return x
+    return lax.all_to_all(x, names, split_axis=split_dim, concat_axis=join_dim, tiled=True, axis_index_groups=groups)
 
 
 def permute(x: jax.Array, axis: str, pairs: Sequence[tuple[int, int]]) -> jax.Array:

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend import core as jex
 
-from jaxpar.parallel.operations import Atom, Loop, Op, Value, made
+from jaxpar.parallel.operations import Atom, Loop, Op, Value, acts, made
 
 CALLS = frozenset(
     ("jit", "pjit", "closed_call", "core_call", "eval_jaxpr", "remat2", "checkpoint", "custom_jvp_call", "custom_vjp_call", "custom_lin")
@@ -114,7 +114,7 @@ def _key(op: Op, bound: dict[Value, int]) -> Any:
     inputs = tuple(map(name, op.inputs))
     if op.loop is None:
         params = op.eqn.params  # type: ignore[union-attr]
-        if op.eqn.effects:  # type: ignore[union-attr]
+        if acts(op.eqn):  # type: ignore[arg-type]
             return id(op)
         return op.name, inputs, str(sorted(params.items(), key=lambda item: item[0])), tuple(_constants(params.values()))
     loop = op.loop

@@ -2,7 +2,7 @@
 
 Value, Atom     what an operation reads or writes; a Value's identity is its name, an Atom may also be a literal
 Op, Loop        one operation: a JAX equation, or a scan opened up
-values_of, made, effectful, matmul_flops, count
+values_of, made, acts, effectful, matmul_flops, count
 """
 
 from __future__ import annotations
@@ -64,13 +64,18 @@ def made(ops: Iterable[Op]) -> set[Value]:
     return {v for op in ops for v in op.outputs}
 
 
+def acts(eqn: jex.JaxprEqn) -> bool:
+    """Whether an equation does more than compute, such as a debugging print. The effect of most collectives only names their axis."""
+    return any(type(effect).__name__ != "NamedAxisEffect" for effect in eqn.effects)
+
+
 def effectful(ops: Iterable[Op]) -> set[Op]:
     """Equations that do more than compute, such as a debugging print, those in loop bodies included."""
     found: set[Op] = set()
     for op in ops:
         if op.loop is not None:
             found |= effectful(op.loop.body)
-        elif op.eqn is not None and op.eqn.effects:
+        elif op.eqn is not None and acts(op.eqn):
             found.add(op)
     return found
 

@@ -146,9 +146,12 @@ def _separate_loops(ops: list[Op], late: set[Value], dx: Atom) -> list[Op]:
     """Cut every backward loop that makes both what the input gradient needs and what only weight gradients need."""
     done: list[Op] = []
     for place, op in enumerate(ops):
+        if op.loop is None:
+            done.append(op)
+            continue
         _, wanted = needed(ops[place + 1 :], [dx])
         asked = {v for v in op.outputs if v in wanted or v is dx}
-        if op.loop is not None and set(op.outputs) & late and asked and asked != set(op.outputs):
+        if set(op.outputs) & late and asked and asked != set(op.outputs):
             first, second = cut_loop(op, asked)
             done += [first, second] if set(second.outputs) else [first]
         else:

@@ -32,6 +32,7 @@ from jaxpar.config import Config
 from jaxpar.mesh import AXES, REPLICA, TENSOR
 from jaxpar.models.decoder import declared
 from jaxpar.params import flatten
+from jaxpar.plan.context import context_traffic
 from jaxpar.plan.traffic import Collective, ring_bytes
 
 # How often the backward of a layer sends again what its forward sent, to compute values that the policy did not keep: (enter, leave).
@@ -138,7 +139,7 @@ def step_traffic(config: Config) -> list[Collective]:
     embedding, norm, head, first and last layer then happen once a step instead of once a microbatch.
     """
     found = [each for weight in weights(config) for each in [*_gathers(config, weight), *_reductions(config, weight)]]
-    return [*found, *_activations(config), *_loss(config), *_scalars(config), *_norm(config)]
+    return [*found, *_activations(config), *context_traffic(config), *_loss(config), *_scalars(config), *_norm(config)]
 
 
 def _gathers(config: Config, weight: Weight) -> list[Collective]:
@@ -292,9 +293,11 @@ def saved_bytes(config: Config) -> int | None:
     model, train, t, (b, s) = config.model, config.train, config.mesh.tensor, microbatch(config)
     tokens, size, wide = b * s, _itemsize(train.compute_dtype), _itemsize(_scalar_dtype(config))
     between = tokens * model.width // token_shards(config)
-    heads, kv_heads, hidden = model.heads // t, max(model.kv_heads // t, 1), model.mlp_width // t
+    heads, kv_heads, hidden = model.heads // t, max(model.kv_heads // t, 1), 0 if 0 < train.mlp_chunk < s else model.mlp_width // t
     attention = size * tokens * heads * model.head_width + wide * tokens * heads
     outputs = size * tokens * ((heads + 2 * kv_heads) * model.head_width + 2 * hidden) + size * between
     inputs = size * (2 * between + tokens * hidden)
+    traded = train.context.split(config.mesh.seq)[1] > 1  # then attention's output is kept before and after heads are traded back
+    inputs += size * tokens * heads * model.head_width * traded
     kept = {"block": 0, "attention": attention, "outputs": attention + outputs, "matmuls": attention + outputs + inputs}
     return model.layers * (size * between + kept[train.remat]) if train.remat in kept else None

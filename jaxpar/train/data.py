@@ -5,6 +5,7 @@
     Rows               fixed windows of the stream with segments, positions and labels
     Loader             batches by global step: `batch_at(step)`, or `iterate(first, last)` read ahead in the background
     local_sequences    which sequences of a microbatch this process's devices hold
+    lay_out            rows in the order in which the devices of `seq` hold them
     place              a host batch as global jax arrays
 
 B sequences of a microbatch, S sequence, T tokens of the whole stream.
@@ -129,14 +130,16 @@ class Loader:
     """Batches of a run: sequence n of step s is element `s * batch + n` of the shuffled, repeated rows, whoever reads it.
 
     `accumulation` cuts a step's sequences 0..batch-1 in that many runs of neighbours, so it does not change what a step reads.
+    `order` is where a row's tokens go, see `jaxpar/parallel/context/layout.py`; None leaves them as they are.
     Every epoch is a permutation of all rows, another one each time. Raises ValueError for a `data.seed` outside 0..2^32-1.
     """
 
-    def __init__(self, rows: Rows, *, batch: int, accumulation: int, seed: int, shuffle: bool) -> None:
+    def __init__(self, rows: Rows, *, batch: int, accumulation: int, seed: int, shuffle: bool, order: np.ndarray | None = None) -> None:
         if not 0 <= seed < 2**32:
             raise ValueError(f"data.seed: {seed} must be between 0 and {2**32 - 1}")
         assert batch % accumulation == 0
         self.sequence, self.batch, self.accumulation, self.microbatch = rows.sequence, batch, accumulation, batch // accumulation
+        self.order = order
         ordered = grain.MapDataset.source(rows)
         self._stream = (ordered.seed(seed).shuffle() if shuffle else ordered).repeat()
 
@@ -150,7 +153,7 @@ class Loader:
         number = np.arange(self.accumulation)[:, None] * self.microbatch + picked
         read = [self._stream[step * self.batch + int(n)] for n in number.reshape(-1)]
         batch = {name: np.stack([row[name] for row in read]).reshape(*number.shape, self.sequence) for name in FIELDS}
-        return batch | {"rows": number.astype(np.int32)}
+        return lay_out(batch, self.order) | {"rows": number.astype(np.int32)}
 
     def iterate(self, first: int, last: int = sys.maxsize, sequences: slice | np.ndarray = slice(None)) -> Generator[Batch, None, None]:
         """Batches of steps `first`..`last`-1, as `batch_at` gives them, `AHEAD` of them read by a background thread."""
@@ -160,6 +163,11 @@ class Loader:
             yield from batches
         finally:
             batches.close()
+
+
+def lay_out(batch: Batch, order: np.ndarray | None) -> Batch:
+    """Rows [..., S] in the order that the devices of `seq` hold them, on the host; nothing is reordered on a device. `rows` is no row."""
+    return batch if order is None else {name: value if name == "rows" else value[..., order] for name, value in batch.items()}
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from jaxpar.mesh import BATCH, REPLICA, SEQ, TENSOR
 from jaxpar.models.decoder import DecoderFunctions, declared, decoder_functions
 from jaxpar.models.options import train_options
 from jaxpar.parallel import collectives, joint, remat, zero
+from jaxpar.parallel import context as context_parallel
 from jaxpar.parallel.ring import Ring
 from jaxpar.parallel.sequence import boundary
 from jaxpar.parallel.stack import Context, LayerStack
@@ -182,15 +183,31 @@ class Gradients:
             reduce = lambda grads: zero.scatter_layer(grads, places, train.reduce_dtype)  # noqa: E731
         # A block that is computed again begins with attention: the MLP's weights, the larger part, can travel meanwhile.
         again = ("mlp",) if train.remat == "block" else ()
-        return LayerStack(self.functions.block, remat.policy(train.remat), gather, reduce, parts=train.interleave, again=again)
+        # The backward of a chunked MLP stays one loop: cut in two, it would keep the hidden values of all tokens in between.
+        return LayerStack(
+            self.functions.block,
+            remat.policy(train.remat),
+            gather,
+            reduce,
+            parts=train.interleave,
+            fused_loops=train.mlp_chunk > 0,
+            again=again,
+        )
 
     def context(self, key: jax.Array, batch: dict[str, jax.Array]) -> Context:
         """What blocks read beside weights and activations, of one microbatch [sequence, token]."""
         model = self.config.model
         names = ("positions", "rows") if self.config.data.documents == "joined" else ("positions", "segments", "rows")
+        read = {name: batch[name] for name in names}
+        if "segments" in read and self.config.mesh.seq > 1:
+            read["segments_row"] = collectives.all_gather(read["segments"], SEQ, dim=1)
+        shared = {"dropout": key} if model.dropout else {}
+        if model.dropout and self.config.mesh.seq > 1:
+            length = read["positions"].shape[1]
+            shared["tokens"] = context_parallel.row_tokens(self.config.train.context, jnp.arange(length, dtype=jnp.int32), length)
         return Context(
-            batch={name: batch[name] for name in names},
-            shared={"dropout": key} if model.dropout else {},
+            batch=read,
+            shared=shared,
             layer={"index": jnp.arange(model.layers, dtype=jnp.int32), "window": jnp.asarray(model.layer_windows, jnp.int32)},
         )
 

@@ -44,14 +44,15 @@ def train(config: Config, devices: Sequence[jax.Device] | None = None, until: in
     mesh = make_mesh(config.mesh, devices)
     tokens, tokenizer = open_data(config.data)
     rows = Rows(tokens, config.data.sequence, config.model.vocabulary)
+    training = build_training(config, mesh)
     loader = Loader(
         rows,
         batch=config.train.batch,
         accumulation=config.train.accumulation,
         seed=config.data.seed,
         shuffle=config.data.shuffle,
+        order=training.order,
     )
-    training = build_training(config, mesh)
     training.step.trace(training.abstract_state, training.abstract_batch)  # what only tracing finds wrong comes before any folder
     resolved = configfile.dump(config)
 

@@ -13,11 +13,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxpar import gpu
 from jaxpar.config import Config
+from jaxpar.parallel.context.layout import layout
 from jaxpar.params import Tree, init_params
 from jaxpar.train import optimizer as rule
 from jaxpar.train.gradients import BATCH_SPECS, Gradients, Metrics, build_gradients
@@ -41,6 +43,11 @@ class Training:
     def shardings(self) -> State:
         """Where every leaf of the state lives."""
         return jax.tree.map(lambda leaf: leaf.sharding, self.abstract_state)
+
+    @property
+    def order(self) -> np.ndarray | None:
+        """The token that stands at each place of a row as the devices of `seq` hold it, None where that is the row's own order."""
+        return row_order(self.config)
 
     @property
     def batch_shardings(self) -> dict[str, NamedSharding]:
@@ -72,6 +79,12 @@ class Training:
             return {"optimizer": self.optimizer.init(params), "step": zero, "skipped": zero}
 
         return {"params": params, **jax.jit(others, out_shardings=rest)(params)}
+
+
+def row_order(config: Config) -> np.ndarray | None:
+    """`Training.order` of a configuration."""
+    length, devices = config.data.sequence, config.mesh.seq
+    return layout(config.train.context, devices, length).order(length) if devices > 1 else None
 
 
 def build_training(config: Config, mesh: Mesh) -> Training:

@@ -9,6 +9,7 @@ import numpy as np
 
 from jaxpar.config import Config, DataConfig, MeshShape, ModelConfig, OptimizerConfig, TrainConfig
 from jaxpar.mesh import make_mesh
+from jaxpar.train.data import lay_out
 from jaxpar.train.step import build_training
 
 MODEL = ModelConfig(
@@ -32,7 +33,7 @@ MODEL = ModelConfig(
 SEQUENCE, BATCH = 16, 16
 
 
-def config(data=1, tensor=1, *, model=MODEL, optimizer=None, steps=20, data_documents="isolated", **train):
+def config(data=1, tensor=1, seq=1, *, model=MODEL, optimizer=None, steps=20, data_documents="isolated", **train):
     settings = {
         "batch": BATCH,
         "compute_dtype": "float64",
@@ -43,7 +44,7 @@ def config(data=1, tensor=1, *, model=MODEL, optimizer=None, steps=20, data_docu
     }
     return Config(
         model=model,
-        mesh=MeshShape(data=data, tensor=tensor),
+        mesh=MeshShape(data=data, seq=seq, tensor=tensor),
         data=DataConfig(sequence=SEQUENCE, vocabulary=model.vocabulary, documents=data_documents),
         optimizer=optimizer or OptimizerConfig(learning_rate=1e-2, clip=0.5),
         train=TrainConfig(steps=steps, **{**settings, "zero": 0, **train}),
@@ -103,7 +104,8 @@ def place_params(built):
 
 
 def place(built, host_batch):
-    return {name: jax.device_put(value, built.batch_shardings[name]) for name, value in host_batch.items()}
+    laid = lay_out(host_batch, built.order)
+    return {name: jax.device_put(value, built.batch_shardings[name]) for name, value in laid.items()}
 
 
 @functools.cache

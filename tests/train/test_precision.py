@@ -12,6 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxpar.config import ContextConfig
+from tests.parallel.context_cases import uncached
 from tests.train import runs
 
 TOLERANCE, FACTOR = 2**-4, 2
@@ -59,6 +61,14 @@ def test_one_device_is_within_the_tolerance_and_not_exact():
 @pytest.mark.parametrize(("zero", "reduce"), [(0, "bfloat16"), (1, "float32"), (2, "bfloat16"), (3, "float32")])
 def test_meshes(zero, reduce):
     check(runs.gradients(runs.config(data=2, tensor=2, accumulation=2, zero=zero, **MIXED | {"reduce_dtype": reduce})))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("method", "layout"), [("ring", "zigzag"), ("ring", "contiguous"), ("gather", "striped")])
+def test_rows_over_eight_devices(method, layout):
+    """Sums of dK and dV travel round a ring in bf16, rounded at every device: no worse than a mesh of the batch."""
+    with uncached():
+        check(runs.gradients(runs.config(seq=8, zero=1, context=ContextConfig(method=method, layout=layout), **MIXED)))
 
 
 def test_many_microbatches_are_no_worse_than_one():

@@ -20,6 +20,9 @@ def add_parser(commands: Any, **settings: Any) -> None:
     parser = commands.add_parser("parity", help="compare jaxpar with torch on a checkpoint", **settings)
     parser.add_argument("folder", metavar="DIR", help="a Hugging Face folder")
     parser.add_argument("--mesh", default="data=1", metavar="data=2,tensor=2", help="devices along each axis (default one)")
+    parser.add_argument(
+        "--context", default="method=ring", metavar="method=usp,ulysses=2", help="how mesh.seq shares attention (default ring)"
+    )
     parser.add_argument("--dtype", default="float64", help="float64 or float32 of jaxpar; torch is float64 (default float64)")
     parser.add_argument("--steps", type=int, default=3, metavar="N", help="AdamW steps (default 3)")
     parser.add_argument("--tolerance", type=float, metavar="X", help="largest relative difference (default 1e-10, float32 1e-4)")
@@ -32,7 +35,7 @@ def add_parser(commands: Any, **settings: Any) -> None:
 
 def call(args: argparse.Namespace) -> int:
     """0 where every rung passes, 1 where one does not. Raises ValueError or OSError for what a user can mend."""
-    mesh = configfile.parse_mesh(args.mesh)
+    mesh, context = configfile.parse_mesh(args.mesh), configfile.parse_context(args.context)
     if args.worst < 1:
         raise ValueError(f"--worst: {args.worst} must be at least 1")
     if args.json is not None and not Path(args.json).absolute().parent.is_dir():
@@ -55,6 +58,7 @@ def call(args: argparse.Namespace) -> int:
         tolerance=args.tolerance,
         sequence=args.sequence,
         bisect=args.bisect,
+        context=context,
         reading={"rope_length": args.rope_length, "ignore": args.ignore, "any_dtype": args.any_dtype},
     )
     report.print(Console(), args.worst)

@@ -38,7 +38,12 @@ def logits(training: Training, params: Tree, batch: Arrays) -> np.ndarray:
         return functions.logits(weights, y_BSD)
 
     found = _run(training, local, PartitionSpec(BATCH, SEQ, TENSOR), params, batch)
-    return np.asarray(found)[..., : training.config.model.vocabulary]
+    return in_order(training, np.asarray(found), 1)[..., : training.config.model.vocabulary]
+
+
+def in_order(training: Training, array: np.ndarray, dim: int) -> np.ndarray:
+    """Tokens along `dim` from the order in which the devices of `seq` hold them to that of the row."""
+    return array if training.order is None else np.take(array, np.argsort(training.order), dim)
 
 
 def activations(training: Training, params: Tree, batch: Arrays) -> list[np.ndarray]:
@@ -63,7 +68,7 @@ def activations(training: Training, params: Tree, batch: Arrays) -> list[np.ndar
     places = (BETWEEN, PartitionSpec(None, *BETWEEN), BETWEEN)
     first, inner, last = jax.device_get(_run(training, local, places, params, batch))
     layers = [inner[part][number] for number in range(training.config.model.layers) for part in PARTS]
-    return [first, *layers, last]
+    return [in_order(training, array, 1) for array in (first, *layers, last)]
 
 
 def _run(training: Training, local: Any, places: Any, params: Tree, batch: Arrays) -> Any:

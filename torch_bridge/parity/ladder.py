@@ -19,7 +19,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxpar.config import MeshShape, OptimizerConfig, one_of, require
+from jaxpar.config import ContextConfig, MeshShape, OptimizerConfig, one_of, require
 from jaxpar.mesh import make_mesh
 from jaxpar.params import Tree
 from jaxpar.train.step import Training, build_training
@@ -53,12 +53,14 @@ def run_parity(
     bisect: bool = False,
     optimizer: OptimizerConfig = training.OPTIMIZER,
     reading: Mapping[str, Any] | None = None,
+    context: ContextConfig = training.CONTEXT,
 ) -> Report:
     """Compare jaxpar with torch on the checkpoint in `folder`.
 
     The very training step of jaxpar runs on `mesh` (sequence parallel, ZeRO-1, two microbatches) in `dtype` with matmuls at highest
     precision; torch runs in float64, whatever `dtype` is. `steps` is of AdamW. `tolerance` defaults to `TOLERANCES`.
     `bisect` compares the output of every module as well. `reading`: what `read_model` takes beside the folder.
+    `context` is how `mesh.seq` shares attention.
 
     Needs 64-bit types for float64 and as many devices as the mesh has. Raises ValueError naming the argument, the file or the axis.
     """
@@ -69,7 +71,8 @@ def run_parity(
     require(mesh.devices <= len(jax.devices()), f"mesh: {mesh.devices} devices are asked for and there are {len(jax.devices())}; use fewer")
     limit = TOLERANCES[dtype] if tolerance is None else tolerance
     with precise():
-        return climb(subject(read_model(folder, **(reading or {})), mesh, dtype, steps, sequence, optimizer), folder, limit, bisect)
+        one = subject(read_model(folder, **(reading or {})), mesh, dtype, steps, sequence, optimizer, context=context)
+        return climb(one, folder, limit, bisect)
 
 
 @contextlib.contextmanager
@@ -87,9 +90,10 @@ def subject(
     sequence: int = SEQUENCE,
     optimizer: OptimizerConfig = training.OPTIMIZER,
     zero: int = 1,
+    context: ContextConfig = training.CONTEXT,
 ) -> Subject:
     """A checkpoint as a run of `steps` steps on the first devices that `mesh` asks for."""
-    config = training.run_config(source.model, mesh, dtype, steps, sequence, optimizer, zero)
+    config = training.run_config(source.model, mesh, dtype, steps, sequence, optimizer, zero, context)
     built = build_training(config, make_mesh(mesh, jax.devices()[: mesh.devices]))
     params = import_params(source, built.mesh, built.shardings["params"], dtype)
     return Subject(built, params, lambda tree: torch_arrays(tree, source.model, source.family.name))

@@ -17,26 +17,36 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpar import rules
-from jaxpar.config import Config, DataConfig, MeshShape, ModelConfig, OptimizerConfig, TrainConfig
+from jaxpar.config import Config, ContextConfig, DataConfig, MeshShape, ModelConfig, OptimizerConfig, TrainConfig
 from jaxpar.params import Tree
-from jaxpar.train.step import Training
+from jaxpar.train.data import lay_out
+from jaxpar.train.step import Training, row_order
 from torch_bridge.parity.report import Arrays
 
 OPTIMIZER = OptimizerConfig(learning_rate=1e-3, schedule="constant", eps=1e-8, weight_decay=0.1, clip=1.0)
+CONTEXT = ContextConfig()
 ACCUMULATION = 2
 LEAST_ROWS = 4
 
 
 def run_config(
-    model: ModelConfig, mesh: MeshShape, dtype: str, steps: int, sequence: int, optimizer: OptimizerConfig = OPTIMIZER, zero: int = 1
+    model: ModelConfig,
+    mesh: MeshShape,
+    dtype: str,
+    steps: int,
+    sequence: int,
+    optimizer: OptimizerConfig = OPTIMIZER,
+    zero: int = 1,
+    context: ContextConfig = CONTEXT,
 ) -> Config:
     """A run as hard as a real one: sequence parallel, ZeRO, two microbatches, several tiles of attention and loss.
 
-    `sequence` is raised to what the tensor axis divides; rows are few, and every device has some of each microbatch. Raises ValueError
+    `sequence` is raised to what the mesh divides; rows are few, and every device has some of each microbatch. Raises ValueError
     where the model does not fit the mesh.
     """
     unit = mesh.data * mesh.expert * ACCUMULATION
-    length = -(-sequence // (mesh.seq * mesh.tensor)) * mesh.seq * mesh.tensor
+    whole = math.lcm(context.unit(mesh.seq), mesh.seq * mesh.tensor)
+    length = -(-sequence // whole) * whole
     config = Config(
         model=model,
         mesh=mesh,
@@ -47,6 +57,7 @@ def run_config(
             batch=-(-LEAST_ROWS // unit) * unit,
             accumulation=ACCUMULATION,
             zero=zero,
+            context=context,
             compute_dtype=dtype,
             master_dtype=dtype,
             reduce_dtype=dtype,
@@ -78,7 +89,7 @@ def batches(config: Config, count: int, seed: int = 0) -> list[Arrays]:
 
 
 def step_batch(config: Config, batch: Arrays) -> dict[str, np.ndarray]:
-    """`ids` and `labels` [B, S] -> a step's batch, [microbatches, B / microbatches, S] and rows without the last dim."""
+    """`ids` and `labels` [B, S] -> a step's batch [microbatches, B / microbatches, S], laid out for `seq`; rows lack the last dim."""
     rows, length = batch["ids"].shape
     whole = {
         "ids": batch["ids"],
@@ -87,7 +98,8 @@ def step_batch(config: Config, batch: Arrays) -> dict[str, np.ndarray]:
         "segments": np.ones((rows, length), np.int32),
         "rows": np.arange(rows, dtype=np.int32),
     }
-    return {name: value.reshape(config.train.accumulation, -1, *value.shape[1:]) for name, value in whole.items()}
+    laid = lay_out(whole, row_order(config))
+    return {name: value.reshape(config.train.accumulation, -1, *value.shape[1:]) for name, value in laid.items()}
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,88 @@
+"""What a step sends over `seq` for attention, from its configuration alone; `formulas.py` adds it to the rest of a step.
+
+    context_traffic    every collective of context parallelism
+    walk               how far keys travel: steps, and whether early and late chunks travel apart
+
+As in `formulas.py`, sizes and counts are written down once more rather than asked of `jaxpar/parallel/context`.
+
+Dims: B sequences and S tokens of a microbatch on one device, N query heads, K key/value heads and H head width of one device, n devices
+along `seq` = r groups × u neighbours that trade heads. Forward of a layer, values that a device sends (backward in brackets):
+
+    gather    2 (n-1) B S K H                                (the same for gradients, and the keys again unless they are kept)
+    ring      2 s B S max(K, u) H, s = r - 1 steps           (twice that: keys again, and gradients)
+    ulysses   (u-1)/u B S (2 N + 2 max(K, u)) H              (the same, and what the policy did not keep again)
+
+Under a window that the program knows, contiguous and zigzag rings stop after the s steps that it reaches.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+
+from jaxpar.config import Config
+from jaxpar.mesh import SEQ
+from jaxpar.plan.traffic import Collective, ring_bytes
+
+# How often a backward trades heads again for values that the policy did not keep: (each of q, k, v; output).
+TRADED_AGAIN = {"none": (0, 0), "matmuls": (1, 0), "outputs": (1, 1), "attention": (1, 1), "block": (1, 1)}
+
+
+@dataclass(frozen=True)
+class Walk:
+    """`steps` sends of keys; `apart` when the two chunks of a zigzag shard go opposite ways, as halves."""
+
+    steps: int
+    apart: bool
+
+
+def walk(config: Config) -> Walk:
+    """How keys travel in this run's attention."""
+    context, model = config.train.context, config.model
+    ring, _ = context.split(config.mesh.seq)
+    window = model.windows[0] if len(set(model.windows)) == 1 else 0
+    if not window or context.layout == "striped":
+        return Walk(ring - 1, False)
+    slots = 2 if context.layout == "zigzag" and ring > 1 else 1
+    chunk = config.data.sequence // (ring * slots)
+    reach = -(-(window - 1) // chunk)
+    return Walk(min(reach, ring - 1), slots == 2 and reach < ring)
+
+
+def context_traffic(config: Config) -> list[Collective]:
+    """Every collective over `seq` that attention needs in one step; none where the axis has one device."""
+    mesh, model, train = config.mesh, config.model, config.train
+    if mesh.seq == 1:
+        return []
+    ring, inner = train.context.split(mesh.seq)
+    rows, tokens = train.batch // train.accumulation // (mesh.data * mesh.expert), config.data.sequence // mesh.seq
+    part = rows // train.interleave * tokens * model.head_width
+    heads, kv_heads = model.heads // mesh.tensor, max(model.kv_heads // mesh.tensor, 1, inner)
+    times = model.layers * train.accumulation * train.interleave
+
+    def send(what: str, kind: str, group: int, count: int, elements: int, dtype: str = train.compute_dtype) -> list[Collective]:
+        payload = count * elements * jnp.dtype(dtype).itemsize
+        record = Collective(kind, (SEQ,), group, count, ring_bytes(kind, group, payload), payload, dtype, False, f"context, {what}")
+        return [record] if group > 1 and count else []
+
+    found = []
+    if config.data.documents == "isolated":
+        found += send("segments", "all_gather", mesh.seq, train.accumulation, rows * config.data.sequence, "int32")
+    again, output_again = TRADED_AGAIN[train.remat]
+    for what, size, more in (("queries", heads, again), *[("keys", kv_heads, again)] * 2, ("output", heads, output_again)):
+        for _ in range(2 + more):
+            found += send(f"heads of {what}", "all_to_all", inner, times, part * size)
+    keys = part * kv_heads
+    if train.context.method == "gather":
+        gathers = 1 if train.remat == "none" else 2
+        steps = walk(config).steps
+        for _ in range(2 if steps else 0):
+            found += [one for _ in range(gathers) for one in send("keys", "all_gather", ring, times, ring * keys)]
+            found += send("gradients of keys", "reduce_scatter", ring, times, ring * keys)
+        return found
+    way, passes = walk(config), 3 if train.remat == "block" else 2
+    halves = 2 if way.apart else 1
+    home = 2 * halves if way.apart and way.steps > 1 else halves  # both chunks of a group may return to either chunk of two others
+    moves = halves * (way.steps * passes + max(way.steps - 1, 0)) + (home if way.steps else 0)
+    return [*found, *[one for _ in range(2 * moves) for one in send("keys and their gradients", "permute", 2, times, keys // halves)]]

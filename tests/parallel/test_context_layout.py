@@ -1,0 +1,138 @@
+"""Layouts, the schedule of a walk, what is refused, and the picture; no attention is computed here."""
+
+import functools
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from jaxpar.config import ContextConfig, MeshShape
+from jaxpar.mesh import make_mesh
+from jaxpar.parallel.context import attention, row_tokens
+from jaxpar.parallel.context.layout import Layout, layout
+from jaxpar.parallel.context.picture import meetings, schedule, work
+from jaxpar.train.data import lay_out
+from scripts import draw_context
+
+LAYOUTS = ("contiguous", "zigzag", "striped")
+
+
+def test_orders_of_12_tokens():
+    assert layout(ContextConfig(layout="contiguous"), 3, 12).order(12).tolist() == list(range(12))
+    assert layout(ContextConfig(layout="zigzag"), 3, 12).order(12).tolist() == [0, 1, 10, 11, 2, 3, 8, 9, 4, 5, 6, 7]
+    assert layout(ContextConfig(layout="striped"), 3, 12).order(12).tolist() == [0, 3, 6, 9, 1, 4, 7, 10, 2, 5, 8, 11]
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize(("method", "devices"), [("ring", 4), ("ulysses", 4), ("usp", 4), ("usp", 2), ("gather", 1)])
+def test_every_device_knows_its_tokens(name, method, devices):
+    """`Layout.tokens` of each device is its part of `order`."""
+    of, length = layout(ContextConfig(method=method, layout=name), devices, 16), 16 // devices
+    found = [np.asarray(of.tokens(device, np.arange(length), length)) for device in range(devices)]
+    np.testing.assert_array_equal(np.concatenate(found), of.order(16))
+
+
+def test_a_program_knows_its_tokens():
+    """Also a part of a device's tokens, as lies on a device of `tensor`."""
+    mesh = make_mesh(MeshShape(seq=4), jax.devices()[:4])
+    program = jax.shard_map(
+        lambda local: row_tokens(ContextConfig(), local, 4)[None], mesh=mesh, in_specs=P(), out_specs=P("seq"), check_vma=True
+    )
+    found = np.asarray(jax.jit(program)(jnp.arange(2, 4, dtype=jnp.int32)))
+    np.testing.assert_array_equal(found, Layout("zigzag", 4).order(16).reshape(4, 4)[:, 2:])
+
+
+def test_rows_are_laid_out_on_the_host():
+    batch = {"ids": np.arange(12).reshape(1, 1, 12), "rows": np.zeros((1, 1))}
+    order = Layout("zigzag", 3).order(12)
+    assert lay_out(batch, order)["ids"][0, 0].tolist() == order.tolist() and lay_out(batch, order)["rows"] is batch["rows"]
+    assert lay_out(batch, None) is batch
+
+
+@pytest.mark.parametrize("ring", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_visible_pair_meets_once(name, ring):
+    """Queries meet every key that they see exactly once, and no other."""
+    length = 2 * ring * 3
+    i, j = np.mgrid[:length, :length]
+    for window in (0, 1, 2, 5, 7, 13, length):
+        met = meetings(schedule(Layout(name, ring), length, window)) >= 0
+        np.testing.assert_array_equal(met, (j <= i) & ((i - j < window) if window else True))
+    assert (meetings(schedule(Layout(name, ring), length, causal=False)) >= 0).all()
+
+
+@pytest.mark.parametrize("ring", [2, 4, 8])
+def test_work_of_devices(ring):
+    """max/mean of causal pairs: zigzag equal to the pair, striped within one token in S/2, contiguous nearly twice the mean."""
+    shares = {name: work(schedule(Layout(name, ring), 64 * ring)) for name in LAYOUTS}
+    ratio = {name: share.max() / share.mean() for name, share in shares.items()}
+    assert ratio["zigzag"] == 1 and ratio["striped"] < 1.02
+    assert ratio["contiguous"] == pytest.approx((2 * ring - 1) / ring, rel=0.02)
+
+
+def test_windows_end_the_walk():
+    """Steps of a ring of 8 over 128 tokens: as many as the window reaches, for zigzag in chunks of half a shard."""
+    steps = lambda name, window: schedule(Layout(name, 8), 128, window).steps  # noqa: E731
+    assert [steps("contiguous", w) for w in (0, 1, 2, 17, 18, 33, 34)] == [7, 0, 1, 1, 2, 2, 3]
+    assert [steps("zigzag", w) for w in (0, 1, 2, 9, 10, 17, 57, 58)] == [7, 0, 1, 1, 2, 2, 7, 7]
+    assert steps("striped", 2) == 7
+
+
+def test_the_picture_is_of_this_schedule():
+    assert Path(__file__).parents[2] / "docs" / "context.svg" == draw_context.TARGET
+    assert draw_context.TARGET.read_text() == draw_context.svg(draw_context.PANELS)
+
+
+# ---- what is refused, before compilation
+
+
+def traced(method="ring", devices=4, length=16, heads=8, kv_heads=2, **options):
+    mesh = make_mesh(MeshShape(seq=devices), jax.devices()[:devices])
+    context = ContextConfig(method=method, **{name: options.pop(name) for name in ("layout", "ulysses") if name in options})
+
+    def local(q, k, v, marks):
+        return attention(q, k, v, context=context, **marks, **options)
+
+    marks = {name: options.pop(name) for name in ("segments_BS", "prefix_BS") if name in options}
+    split = P(None, "seq")
+    program = jax.shard_map(local, mesh=mesh, in_specs=(split, split, split, P()), out_specs=split)
+    array = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
+    return jax.eval_shape(program, array((1, length, heads, 4)), *[array((1, length, kv_heads, 4))] * 2, marks)
+
+
+BAD = [
+    (
+        {"length": 12, "layout": "zigzag"},
+        r"data\.sequence: 12 tokens do not divide .* zigzag .* over 4 devices; multiples of 8 work, such as 8, 16",
+    ),
+    ({"method": "usp", "ulysses": 3}, r"train\.context\.ulysses: 3 does not divide mesh\.seq 4; sizes that work: 1, 2, 4"),
+    ({"method": "ulysses", "heads": 6}, r"train\.context\.ulysses: 4 devices cannot trade .* 6 query heads .*; degrees that work: 1, 2, 6"),
+    ({"method": "ulysses", "heads": 12, "kv_heads": 3}, r"cannot trade .* 3 key/value heads .*; degrees that work: 1, 3, 6, 12"),
+    ({"causal": False, "window": 4}, r"window: 4 is given with causal=False; a window needs causal order"),
+    ({"causal": False, "prefix_BS": jnp.ones((1, 16), bool)}, r"prefix: every key is seen with causal=False"),
+    (
+        {"segments_BS": jnp.ones((1, 5), jnp.int32)},
+        r"segments_BS: shape \(1, 5\) is neither this device's \(1, 4\) nor the whole row's \(1, 16\)",
+    ),
+    ({"implementation": "cudnn"}, r"train\.attention: cudnn does not cover .*; use auto or blockwise"),
+    ({"implementation": "flash"}, r"train\.attention: 'flash' is not one of auto, blockwise, cudnn"),
+]
+
+
+@pytest.mark.parametrize(("case", "message"), BAD, ids=lambda value: value if isinstance(value, str) else "")
+def test_bad_input(case, message):
+    with pytest.raises(ValueError, match=message) as error:
+        traced(**case)
+    assert "\n" not in str(error.value)
+    assert traced().shape == (1, 16, 8, 4)
+
+
+def test_a_value_that_the_axis_does_not_split():
+    mesh = make_mesh(MeshShape(seq=2), jax.devices()[:2])
+    x = jnp.zeros((1, 8, 2, 4))
+    whole = jax.shard_map(lambda q: attention(q, q, q, segments_BS=jnp.ones((1, 8), jnp.int32)), mesh=mesh, in_specs=P(), out_specs=P())
+    with pytest.raises(TypeError, match="does not vary over"):
+        jax.eval_shape(whole, x)
