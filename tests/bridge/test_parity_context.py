@@ -10,6 +10,7 @@ from torch_bridge.parity.ladder import run_parity
 
 MESH = MeshShape(seq=4, tensor=2)
 HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4}  # four query heads a device: enough for Ulysses over 4
+OWN = {"qwen2": {"hidden_size": 32}}  # whose heads are width / heads wide, which must be even
 METHODS = {
     "ring": ContextConfig(method="ring", layout="zigzag"),
     "ulysses": ContextConfig(method="ulysses"),
@@ -20,7 +21,7 @@ METHODS = {
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    return {name: hostile.save(tmp_path_factory.mktemp(name), name, **HEADS) for name in ("llama", "mistral", "qwen2")}
+    return {name: hostile.save(tmp_path_factory.mktemp(name), name, **HEADS, **OWN.get(name, {})) for name in ("llama", "mistral", "qwen2")}
 
 
 def check(folder, context, mesh=MESH):
