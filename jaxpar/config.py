@@ -16,7 +16,7 @@ Reading YAML and `--set a.b=c` is in `jaxpar/configfile.py`.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 
 def require(condition: bool, message: str) -> None:
@@ -252,6 +252,8 @@ class ContextConfig:
 
     def split(self, devices: int) -> tuple[int, int]:
         """(groups that keys travel over, neighbours of a group that trade heads) of that many devices; their product is `devices`."""
+        if devices == 1:
+            return 1, 1
         inner = {"ulysses": devices, "usp": self.ulysses}.get(self.method, 1)
         works = ", ".join(str(size) for size in range(1, devices + 1) if devices % size == 0)
         require(devices % inner == 0, f"train.context.ulysses: {inner} does not divide mesh.seq {devices}; sizes that work: {works}")
@@ -266,6 +268,16 @@ class ContextConfig:
             f"train.context.ulysses: {inner} devices cannot trade tokens for the {heads} query heads and {kv_heads} key/value heads that "
             f"each has; degrees that work: {', '.join(map(str, works))}",
         )
+
+    def fitted(self, heads: int, kv_heads: int, devices: int) -> ContextConfig:
+        """The nearest to this that so many devices and heads allow: usp among fewer neighbours, else a ring. The result of attention is the
+        same, so what was trained in one way runs in another."""
+        context = replace(self, ulysses=math.gcd(self.ulysses, devices)) if self.method == "usp" else self
+        try:
+            context.check_heads(heads, kv_heads, devices)
+        except ValueError:
+            return replace(self, method="ring")
+        return context
 
     def unit(self, devices: int) -> int:
         """What a row's length must be a multiple of: a device holds whole tokens of both chunks of its group."""
