@@ -130,9 +130,13 @@ def test_bad_input(case, message):
     assert traced().shape == (1, 16, 8, 4)
 
 
-def test_a_value_that_the_axis_does_not_split():
+@pytest.mark.parametrize("name", ["q_BSNH", "k_BSKH", "v_BSKW"])
+def test_a_value_that_the_axis_does_not_split(name):
+    """Whole rows are no shards: they would be attended to once for each device."""
     mesh = make_mesh(MeshShape(seq=2), jax.devices()[:2])
+    specs = [P() if name.startswith(which) else P(None, "seq") for which in "qkv"]
+    whole = jax.shard_map(attention, mesh=mesh, in_specs=tuple(specs), out_specs=P(None, "seq"))
     x = jnp.zeros((1, 8, 2, 4))
-    whole = jax.shard_map(lambda q: attention(q, q, q, segments_BS=jnp.ones((1, 8), jnp.int32)), mesh=mesh, in_specs=P(), out_specs=P())
-    with pytest.raises(TypeError, match="does not vary over"):
-        jax.eval_shape(whole, x)
+    shapes = [x if spec == P() else jnp.zeros((1, 16, 2, 4)) for spec in specs]
+    with pytest.raises(TypeError, match=f"^{name}: it does not vary over 'seq'"):
+        jax.eval_shape(whole, *shapes)

@@ -30,7 +30,7 @@ from jaxpar.ops.attention import row_masking
 from jaxpar.ops.blockwise import same_variation
 from jaxpar.ops.cudnn import cudnn_covers
 from jaxpar.ops.tiles import Marks
-from jaxpar.parallel.collectives import all_gather, axis_index, axis_size, vary_like
+from jaxpar.parallel.collectives import all_gather, axis_index, axis_size, vary_like, varying
 from jaxpar.parallel.context import exchange
 from jaxpar.parallel.context.blocks import attend
 from jaxpar.parallel.context.kernels import Row, Settings
@@ -73,7 +73,7 @@ def attention(
 
     Bytes: the table above; segments and prefix, where given as shards, are gathered. Gradients of q, k, v lie as they do; that of `sinks`
     is a partial sum over the axis. Raises ValueError, before compilation, for shapes and masks that contradict each other, heads that
-    Ulysses cannot deal, and lengths that do not divide; TypeError where q does not vary over the axis.
+    Ulysses cannot deal, and lengths that do not divide; TypeError where q, k or v does not vary over the axis.
     """
     if not causal and (not isinstance(window, int) or window):
         raise ValueError(f"window: {window} is given with causal=False; a window needs causal order")
@@ -82,6 +82,9 @@ def attention(
     if implementation not in ("auto", "blockwise", "cudnn"):
         raise ValueError(f"train.attention: {implementation!r} is not one of auto, blockwise, cudnn")
     devices, shape = axis_size(axis), q_BSNH.shape[:2]
+    for name, x in (("q_BSNH", q_BSNH), ("k_BSKH", k_BSKH), ("v_BSKW", v_BSKW)):
+        if devices > 1 and axis not in varying(x):
+            raise TypeError(f"{name}: it does not vary over {axis!r}, so every device has the same tokens; split them over {axis!r}")
     if devices == 1 and prefix_BS is None and sinks_N is None:
         index_BS = jnp.broadcast_to(jnp.arange(shape[1], dtype=jnp.int32), shape)
         return local_attention(
