@@ -205,7 +205,7 @@ def test_a_good_run_passes_without_a_word():
         (
             {"mesh": {"data": 1, "seq": 4}, "train": {"context": ContextConfig(method="ulysses")}, "model": {"heads": 4, "kv_heads": 4}},
             8,
-            r"train.context.ulysses: 4 devices cannot trade .* 2 query heads and 2 key/value heads .*; degrees that work: 1, 2$",
+            r"mesh.seq: 4 devices cannot trade .* 2 query heads and 2 key/value heads .*; degrees that work: 1, 2$",
         ),
         (
             {"mesh": {"data": 1, "seq": 4}, "train": {"context": ContextConfig(method="usp", ulysses=3)}},
