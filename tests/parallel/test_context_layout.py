@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpar.config import ContextConfig, MeshShape
 from jaxpar.mesh import make_mesh
+from jaxpar.parallel import context as context_parallel
 from jaxpar.parallel.context import attention, row_tokens
 from jaxpar.parallel.context.layout import Layout, layout
 from jaxpar.parallel.context.picture import meetings, schedule, work
@@ -149,6 +150,17 @@ def test_bad_input(case, message):
 
 def test_a_window_of_any_integer_type():
     assert traced(causal=False, window=np.int64(0)).shape == traced(window=np.int32(3)).shape == (1, 16, 8, 4)
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
+def test_a_window_as_long_as_the_row_is_none(layout, monkeypatch):
+    """It hides nothing, and must not keep cuDNN from any block."""
+    taken = []
+    monkeypatch.setattr(context_parallel, "attend", lambda settings, q, *rest: taken.append(settings) or q)
+    monkeypatch.setattr(context_parallel, "cudnn_covers", lambda *_, **__: None)
+    for window in (0, 16, np.int64(17), 15):
+        traced(layout=layout, window=window, platform="gpu")
+    assert taken[0] == taken[1] == taken[2] != taken[3] and taken[0].cudnn
 
 
 def test_degrees_of_many_heads_are_found_at_once():

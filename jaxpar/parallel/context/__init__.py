@@ -70,7 +70,8 @@ def attention(
     sinks      a logit for each head that every softmax counts and that has no value
     window     keys seen, its own included; 0 for all. A Python integer shortens the walk, an int32 scalar only masks
     scale      of the scores, None for 1/sqrt(H); softcap: scores become softcap * tanh(scores / softcap)
-    block, implementation, platform   as `jaxpar.ops.attention`; "auto" on "gpu" takes cuDNN for blocks that it covers
+    block, implementation, platform   as `jaxpar.ops.attention`; "auto" on "gpu" takes cuDNN for blocks that it covers, and so
+               does "cudnn", which refuses cases without any: blocks at the edge of a window are blockwise under both
 
     Bytes: the table above; segments and prefix, where given as shards, are gathered. Gradients of q, k, v lie as they do; that of `sinks`
     is their sum over the axis where sinks are equal on it, else this device's share. Raises ValueError, before compilation, for shapes,
@@ -83,6 +84,8 @@ def attention(
     for name, x in (("q_BSNH", q_BSNH), ("k_BSKH", k_BSKH), ("v_BSKW", v_BSKW)):
         if devices > 1 and axis not in varying(x):
             raise TypeError(f"{name}: it does not vary over {axis!r}, so every device has the same tokens; split them over {axis!r}")
+    known = known_window(window)
+    window = 0 if known and window >= shape[1] * devices else window  # it hides nothing; without one there is more that cuDNN covers
     check_marks(shape, devices, q_BSNH.shape[2], segments_BS, prefix_BS, sinks_N)
     if devices == 1 and prefix_BS is None and sinks_N is None:
         index_BS = jnp.broadcast_to(jnp.arange(shape[1], dtype=jnp.int32), shape)
@@ -107,7 +110,6 @@ def attention(
     over = layout(context, devices, row)
     context.check_heads(q_BSNH.shape[2], k_BSKH.shape[2], devices)
     segments, prefix = (_whole_row(x_BS, shape, axis) for x_BS in (segments_BS, prefix_BS))
-    known = known_window(window)
     place = axis_index(axis).astype(jnp.int32)
     marks = Marks(place, place, segments, prefix, None if known else window)
     q, k, v = same_variation(q_BSNH, k_BSKH, v_BSKW, marks)
