@@ -16,7 +16,7 @@ Reading YAML and `--set a.b=c` is in `jaxpar/configfile.py`.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 
 def require(condition: bool, message: str) -> None:
@@ -193,7 +193,7 @@ class DataConfig:
         one_of("data.documents", self.documents, ("isolated", "joined"))
         one_of("data.source", self.source, ("embedded", "text", "jsonl", "tokens"))
         require(self.source == "embedded" or self.path is not None, f"data.path: source {self.source} needs a path")
-        require(self.sequence >= 2, f"data.sequence: {self.sequence} must be at least 2 tokens")
+        require(2 <= self.sequence < 2**31, f"data.sequence: {self.sequence} must be at least 2 tokens, and below 2^31")
         require(self.vocabulary >= 1, f"data.vocabulary: {self.vocabulary} must be at least 1")
         require(0 <= self.seed < 2**32, f"data.seed: {self.seed} must be in 0 to 2^32 - 1")
 
@@ -233,6 +233,11 @@ class OptimizerConfig:
         )
 
 
+def _divisors(number: int) -> list[int]:
+    small = [size for size in range(1, math.isqrt(number) + 1) if number % size == 0]
+    return sorted({*small, *(number // size for size in small)})
+
+
 @dataclass(frozen=True, kw_only=True)
 class ContextConfig:
     """How `mesh.seq` devices share the attention of a row; `jaxpar/parallel/context` says what each way sends.
@@ -252,20 +257,34 @@ class ContextConfig:
 
     def split(self, devices: int) -> tuple[int, int]:
         """(groups that keys travel over, neighbours of a group that trade heads) of that many devices; their product is `devices`."""
+        if devices == 1:
+            return 1, 1
         inner = {"ulysses": devices, "usp": self.ulysses}.get(self.method, 1)
-        works = ", ".join(str(size) for size in range(1, devices + 1) if devices % size == 0)
+        works = ", ".join(map(str, _divisors(devices)))
         require(devices % inner == 0, f"train.context.ulysses: {inner} does not divide mesh.seq {devices}; sizes that work: {works}")
         return devices // inner, inner
 
     def check_heads(self, heads: int, kv_heads: int, devices: int) -> None:
         """Raise ValueError, listing the degrees that work, where neighbours cannot trade tokens for the heads that each of them has."""
         _, inner = self.split(devices)
-        works = [size for size in range(1, heads + 1) if heads % size == 0 and (kv_heads % size == 0 or size % kv_heads == 0)]
-        require(
-            inner in works,
-            f"train.context.ulysses: {inner} devices cannot trade tokens for the {heads} query heads and {kv_heads} key/value heads that "
-            f"each has; degrees that work: {', '.join(map(str, works))}",
-        )
+        deals = lambda size: heads % size == 0 and (kv_heads % size == 0 or size % kv_heads == 0)  # noqa: E731
+        if not deals(inner):
+            field, sizes = ("mesh.seq", _divisors(heads)) if self.method == "ulysses" else ("train.context.ulysses", _divisors(devices))
+            works = ", ".join(str(size) for size in sizes if deals(size))
+            raise ValueError(
+                f"{field}: {inner} devices cannot trade tokens for the {heads} query heads and {kv_heads} key/value heads that "
+                f"each has; degrees that work: {works}"
+            )
+
+    def fitted(self, heads: int, kv_heads: int, devices: int) -> ContextConfig:
+        """The nearest to this that so many devices and heads allow: usp among fewer neighbours, else a ring. The result of attention is the
+        same, so what was trained in one way runs in another."""
+        context = replace(self, ulysses=math.gcd(self.ulysses, devices)) if self.method == "usp" else self
+        try:
+            context.check_heads(heads, kv_heads, devices)
+        except ValueError:
+            return replace(self, method="ring")
+        return context
 
     def unit(self, devices: int) -> int:
         """What a row's length must be a multiple of: a device holds whole tokens of both chunks of its group."""

@@ -119,7 +119,12 @@ def _override(raw: Raw, override: str) -> None:
         node = node[key]
         if not isinstance(node, dict):
             raise ValueError(f"{'.'.join(keys[: depth + 1])}: holds {_kind(node)}, so --set {override} has no place")
-    node[keys[-1]] = _parse(text, f"--set {name.strip()}")
+    value, hint = _parse(text, f"--set {name.strip()}"), typing.cast(Any, Config)
+    for key in keys:
+        hint = typing.get_type_hints(hint).get(key) if dataclasses.is_dataclass(hint) else None
+    if value is None and dataclasses.is_dataclass(hint):
+        raise ValueError(f"{'.'.join(keys)}: null is not a section of keys; set its keys, or leave it out for the defaults")
+    node[keys[-1]] = value
 
 
 def _preset(name: Any, folder: Path) -> Raw:

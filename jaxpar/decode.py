@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -268,7 +268,6 @@ def parameter_places(config: Config, mesh: Mesh) -> tuple[Tree, Tree]:
         axes = f"{DATA}, {SEQ} and {TENSOR}"
         require(size == 1 or axis in (DATA, SEQ, TENSOR), f"mesh.{axis}: {size} must be 1: generation splits over {axes} only")
     check_heads(model.heads, model.kv_heads, sizes[TENSOR])
-    config.train.context.check_heads(model.heads // sizes[TENSOR], max(model.kv_heads // sizes[TENSOR], 1), sizes[SEQ])
     specs = declared(model, sizes[TENSOR])
     return specs, partition_specs(specs, Rules(sizes, DENSE))
 
@@ -277,9 +276,12 @@ def build_generator(config: Config, mesh: Mesh, params: Tree) -> Generator:
     """A generator of `config` on `mesh` from masters or other weights: global arrays on the devices of `mesh`, placed in any way, their
     vocabulary padded in any way. They are cast to `train.compute_dtype` and moved by one program; `params` themselves are left alone.
 
-    Raises ValueError as `parameter_places`.
+    Where `mesh.seq` cannot be shared as `train.context` says, `ContextConfig.fitted` is. Raises ValueError as `parameter_places`.
     """
     specs, partitions = parameter_places(config, mesh)
+    model, tensor = config.model, mesh.shape[TENSOR]
+    context = config.train.context.fitted(model.heads // tensor, max(model.kv_heads // tensor, 1), mesh.shape[SEQ])
+    config = replace(config, train=replace(config.train, context=context))
     dtype = jnp.dtype(config.train.compute_dtype)
     if dtype == jnp.float64 and not jax.config.jax_enable_x64:
         raise ValueError("train.compute_dtype: float64 needs 64-bit types; set the environment variable JAX_ENABLE_X64=1")
@@ -292,5 +294,5 @@ def build_generator(config: Config, mesh: Mesh, params: Tree) -> Generator:
         return array.astype(dtype)
 
     fitted = jax.jit(lambda params: map_leaves(fit, params, specs), out_shardings=shardings(partitions, mesh))(params)
-    options = Options(attention_block=config.train.attention_block, context=config.train.context, platform=mesh.devices.flat[0].platform)
-    return Generator(config, mesh, fitted, partitions, decoder_functions(config.model, Replicated(), options))
+    options = Options(attention_block=config.train.attention_block, context=context, platform=mesh.devices.flat[0].platform)
+    return Generator(config, mesh, fitted, partitions, decoder_functions(model, Replicated(), options))

@@ -62,6 +62,7 @@ LLAMA3 = {"type": "llama3", "factor": 8.0, "original_length": 64}
         (DataConfig, {"source": "web"}, "data.source"),
         (DataConfig, {"source": "text"}, "data.path"),
         (DataConfig, {"sequence": 1}, "data.sequence"),
+        (DataConfig, {"sequence": 2**31}, "data.sequence"),
         (DataConfig, {"seed": -1}, "data.seed"),
         (ContextConfig, {"method": "spiral"}, "train.context.method"),
         (ContextConfig, {"layout": "folded"}, "train.context.layout"),

@@ -141,6 +141,8 @@ def test_mistakes_are_one_line_with_the_path(run, text, message):
         ("=3", "^--set =3: not of the form"),
         ("train..steps=3", "^--set train..steps=3: not of the form"),
         ("train.zero.x=3", "^train.zero: holds a whole number, so --set train.zero.x=3 has no place$"),
+        ("train.context=null", "^train.context: null is not a section of keys; set its keys, or leave it out for the defaults$"),
+        ("model=", "^model: null is not a section of keys"),
         ("train.steps=[1", "^--set train.steps:1:3: not valid YAML: "),
         ("train.step=3", "^train.step: no such key; the nearest valid one is train.steps$"),
     ],

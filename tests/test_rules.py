@@ -205,7 +205,7 @@ def test_a_good_run_passes_without_a_word():
         (
             {"mesh": {"data": 1, "seq": 4}, "train": {"context": ContextConfig(method="ulysses")}, "model": {"heads": 4, "kv_heads": 4}},
             8,
-            r"train.context.ulysses: 4 devices cannot trade .* 2 query heads and 2 key/value heads .*; degrees that work: 1, 2$",
+            r"mesh.seq: 4 devices cannot trade .* 2 query heads and 2 key/value heads .*; degrees that work: 1, 2$",
         ),
         (
             {"mesh": {"data": 1, "seq": 4}, "train": {"context": ContextConfig(method="usp", ulysses=3)}},
@@ -224,6 +224,7 @@ def test_check_run_refuses(sections, devices, message):
 def test_check_run_takes_what_only_looks_odd():
     check_run(changed(data={"sequence": 127}, train={"sequence_parallel": False}), 8)
     check_run(changed(mesh={"data": 1, "seq": 4}, train={"context": ContextConfig(method="usp")}), 8)
+    check_run(changed(train={"context": ContextConfig(method="usp", ulysses=3)}), 8)  # without mesh.seq it does not matter
     check_run(changed(mesh={"data": 1, "tensor": 8}), 8)  # 4 key/value heads on 8 devices: replicated in pairs
     check_run(changed(data={"source": "tokens", "path": "x", "vocabulary": 4096}), 8)
 

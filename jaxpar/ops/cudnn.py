@@ -15,6 +15,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 LARGEST_HEAD = 128  # wider heads need Hopper or later and have no backward everywhere
@@ -28,12 +29,12 @@ def cudnn_covers(
     causal: bool,
     ordered: bool,
     packed: bool,
-    window: int | jax.Array,
+    window: int | np.integer | jax.Array,
     softcap: float | None,
 ) -> str | None:
     """None if cuDNN does this case, else why not, in words that complete "cudnn does not cover ...". Reads shapes and dtypes only."""
     width, value_width = q_BSNH.shape[-1], v_BSKH.shape[-1]
-    static = isinstance(window, int)
+    static = isinstance(window, (int, np.integer))
     reasons = (
         (q_BSNH.dtype not in (jnp.bfloat16, jnp.float16), f"dtype {q_BSNH.dtype}"),
         (not q_BSNH.dtype == k_BSKH.dtype == v_BSKH.dtype, "queries, keys and values of different dtypes"),

@@ -28,6 +28,7 @@ COVERED = dict(causal=True, ordered=True, packed=False, window=0, softcap=None)
     [
         ({}, {}, None),
         (dict(window=4), {}, None),
+        (dict(window=np.int64(4)), {}, None),
         (dict(causal=False, ordered=False), {}, None),
         ({}, dict(dtype=jnp.float16, head=128), None),
         ({}, dict(dtype=jnp.float32), "dtype float32"),

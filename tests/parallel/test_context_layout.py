@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpar.config import ContextConfig, MeshShape
 from jaxpar.mesh import make_mesh
+from jaxpar.parallel import context as context_parallel
 from jaxpar.parallel.context import attention, row_tokens
 from jaxpar.parallel.context.layout import Layout, layout
 from jaxpar.parallel.context.picture import meetings, schedule, work
@@ -89,18 +90,20 @@ def test_the_picture_is_of_this_schedule():
 # ---- what is refused, before compilation
 
 
-def traced(method="ring", devices=4, length=16, heads=8, kv_heads=2, **options):
+def traced(method="ring", devices=4, length=16, heads=8, kv_heads=2, k=(), v=(), **options):
+    """The output's type. `k` and `v` are their shapes where these do not follow from the others."""
     mesh = make_mesh(MeshShape(seq=devices), jax.devices()[:devices])
     context = ContextConfig(method=method, **{name: options.pop(name) for name in ("layout", "ulysses") if name in options})
 
     def local(q, k, v, marks):
         return attention(q, k, v, context=context, **marks, **options)
 
-    marks = {name: options.pop(name) for name in ("segments_BS", "prefix_BS") if name in options}
+    marks = {name: options.pop(name) for name in ("segments_BS", "prefix_BS", "sinks_N") if name in options}
     split = P(None, "seq")
     program = jax.shard_map(local, mesh=mesh, in_specs=(split, split, split, P()), out_specs=split)
     array = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
-    return jax.eval_shape(program, array((1, length, heads, 4)), *[array((1, length, kv_heads, 4))] * 2, marks)
+    usual = (1, length, kv_heads, 4)
+    return jax.eval_shape(program, array((1, length, heads, 4)), array(k or usual), array(v or k or usual), marks)
 
 
 BAD = [
@@ -109,7 +112,8 @@ BAD = [
         r"data\.sequence: 12 tokens do not divide .* zigzag .* over 4 devices; multiples of 8 work, such as 8, 16",
     ),
     ({"method": "usp", "ulysses": 3}, r"train\.context\.ulysses: 3 does not divide mesh\.seq 4; sizes that work: 1, 2, 4"),
-    ({"method": "ulysses", "heads": 6}, r"train\.context\.ulysses: 4 devices cannot trade .* 6 query heads .*; degrees that work: 1, 2, 6"),
+    ({"method": "ulysses", "heads": 6}, r"mesh\.seq: 4 devices cannot trade .* 6 query heads .*; degrees that work: 1, 2, 6"),
+    ({"method": "usp", "ulysses": 4, "heads": 6}, r"train\.context\.ulysses: 4 devices cannot trade .*; degrees that work: 1, 2\b"),
     ({"method": "ulysses", "heads": 12, "kv_heads": 3}, r"cannot trade .* 3 key/value heads .*; degrees that work: 1, 3, 6, 12"),
     ({"causal": False, "window": 4}, r"window: 4 is given with causal=False; a window needs causal order"),
     ({"causal": False, "prefix_BS": jnp.ones((1, 16), bool)}, r"prefix: every key is seen with causal=False"),
@@ -119,6 +123,20 @@ BAD = [
     ),
     ({"implementation": "cudnn"}, r"train\.attention: cudnn does not cover .*; use auto or blockwise"),
     ({"implementation": "flash"}, r"train\.attention: 'flash' is not one of auto, blockwise, cudnn"),
+    ({"devices": 1, "segments_BS": jnp.ones((1, 5), jnp.int32)}, r"segments_BS: shape \(1, 5\) is not \(1, 16\)"),
+    ({"segments_BS": jnp.ones((1, 16))}, r"segments_BS: float\d+ are not whole numbers"),
+    ({"prefix_BS": jnp.ones((1, 16), jnp.int32)}, r"prefix_BS: int32 are not booleans"),
+    ({"sinks_N": jnp.ones(2)}, r"sinks_N: shape \(2,\) is not \(8,\)"),
+    ({"kv_heads": 3}, r"k_BSKH: 3 key/value heads do not divide q_BSNH's 8 heads"),
+    ({"devices": 1, "kv_heads": 3}, r"k_BSKH: 3 key/value heads do not divide"),
+    ({"k": (1, 32, 2, 4)}, r"k_BSKH: 1 rows of 8 tokens beside 1 of 4 in q_BSNH"),
+    ({"k": (1, 16, 2, 8)}, r"k_BSKH: width 8 is not q_BSNH's 4"),
+    ({"v": (1, 16, 4, 4)}, r"v_BSKW: shape \(1, 4, 4, 4\) does not have k_BSKH's rows, tokens and heads"),
+    ({"k": (1, 16, 8)}, r"k_BSKH: shape \(1, 4, 8\) is not \[batch, tokens, heads, width\]"),
+    ({"block": 0}, r"block: 0 must be at least 1 token"),
+    ({"window": -1}, r"window: -1 must not be negative"),
+    ({"window": 2.5}, r"window: float\d+\[\] is not one whole number"),
+    ({"softcap": 0.0}, r"softcap: 0.0 must be positive"),
 ]
 
 
@@ -130,9 +148,33 @@ def test_bad_input(case, message):
     assert traced().shape == (1, 16, 8, 4)
 
 
-def test_a_value_that_the_axis_does_not_split():
+def test_a_window_of_any_integer_type():
+    assert traced(causal=False, window=np.int64(0)).shape == traced(window=np.int32(3)).shape == (1, 16, 8, 4)
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
+def test_a_window_as_long_as_the_row_is_none(layout, monkeypatch):
+    """It hides nothing, and must not keep cuDNN from any block."""
+    taken = []
+    monkeypatch.setattr(context_parallel, "attend", lambda settings, q, *rest: taken.append(settings) or q)
+    monkeypatch.setattr(context_parallel, "cudnn_covers", lambda *_, **__: None)
+    for window in (0, 16, np.int64(17), 15):
+        traced(layout=layout, window=window, platform="gpu")
+    assert taken[0] == taken[1] == taken[2] != taken[3] and taken[0].cudnn
+
+
+def test_degrees_of_many_heads_are_found_at_once():
+    with pytest.raises(ValueError, match=r"degrees that work: 1, 2, 4, .*1000000000000$"):
+        ContextConfig(method="ulysses").check_heads(10**12, 10**12, 3)
+
+
+@pytest.mark.parametrize("name", ["q_BSNH", "k_BSKH", "v_BSKW"])
+def test_a_value_that_the_axis_does_not_split(name):
+    """Whole rows are no shards: they would be attended to once for each device."""
     mesh = make_mesh(MeshShape(seq=2), jax.devices()[:2])
+    specs = [P() if name.startswith(which) else P(None, "seq") for which in "qkv"]
+    whole = jax.shard_map(attention, mesh=mesh, in_specs=tuple(specs), out_specs=P(None, "seq"))
     x = jnp.zeros((1, 8, 2, 4))
-    whole = jax.shard_map(lambda q: attention(q, q, q, segments_BS=jnp.ones((1, 8), jnp.int32)), mesh=mesh, in_specs=P(), out_specs=P())
-    with pytest.raises(TypeError, match="does not vary over"):
-        jax.eval_shape(whole, x)
+    shapes = [x if spec == P() else jnp.zeros((1, 16, 2, 4)) for spec in specs]
+    with pytest.raises(TypeError, match=f"^{name}: it does not vary over 'seq'"):
+        jax.eval_shape(whole, *shapes)

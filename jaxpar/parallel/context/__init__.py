@@ -5,6 +5,7 @@
     sources.py   how keys come and their gradients go: round a ring, or by one gather
     blocks.py    the walk over the steps, forward and backward
     kernels.py   what a step computes: blockwise XLA, or cuDNN where it covers a block
+    inputs.py    what is refused
     exchange.py  Ulysses: tokens against heads
 
 B batch, S tokens of this device, N query heads, K key/value heads, H head width, W value width, n devices along the axis.
@@ -21,7 +22,6 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jaxpar.config import ContextConfig
 from jaxpar.mesh import SEQ
@@ -30,9 +30,10 @@ from jaxpar.ops.attention import row_masking
 from jaxpar.ops.blockwise import same_variation
 from jaxpar.ops.cudnn import cudnn_covers
 from jaxpar.ops.tiles import Marks
-from jaxpar.parallel.collectives import all_gather, axis_index, axis_size, vary_like
+from jaxpar.parallel.collectives import all_gather, axis_index, axis_size, vary_like, varying
 from jaxpar.parallel.context import exchange
 from jaxpar.parallel.context.blocks import attend
+from jaxpar.parallel.context.inputs import check_heads_and_tokens, check_marks, check_options, known_window
 from jaxpar.parallel.context.kernels import Row, Settings
 from jaxpar.parallel.context.layout import STRIPED, layout
 from jaxpar.parallel.context.schedule import Schedule
@@ -69,19 +70,23 @@ def attention(
     sinks      a logit for each head that every softmax counts and that has no value
     window     keys seen, its own included; 0 for all. A Python integer shortens the walk, an int32 scalar only masks
     scale      of the scores, None for 1/sqrt(H); softcap: scores become softcap * tanh(scores / softcap)
-    block, implementation, platform   as `jaxpar.ops.attention`; "auto" on "gpu" takes cuDNN for blocks that it covers
+    block, implementation, platform   as `jaxpar.ops.attention`; "auto" on "gpu" takes cuDNN for blocks that it covers, and so
+               does "cudnn", which refuses cases without any: blocks at the edge of a window are blockwise under both
 
     Bytes: the table above; segments and prefix, where given as shards, are gathered. Gradients of q, k, v lie as they do; that of `sinks`
-    is a partial sum over the axis. Raises ValueError, before compilation, for shapes and masks that contradict each other, heads that
-    Ulysses cannot deal, and lengths that do not divide; TypeError where q does not vary over the axis.
+    is their sum over the axis where sinks are equal on it, else this device's share. Raises ValueError, before compilation, for shapes,
+    dtypes, options and masks that contradict each other, heads that Ulysses cannot deal, and lengths that do not divide; TypeError where
+    q, k or v does not vary over the axis.
     """
-    if not causal and (not isinstance(window, int) or window):
-        raise ValueError(f"window: {window} is given with causal=False; a window needs causal order")
-    if not causal and prefix_BS is not None:
-        raise ValueError("prefix: every key is seen with causal=False; leave one of them out")
-    if implementation not in ("auto", "blockwise", "cudnn"):
-        raise ValueError(f"train.attention: {implementation!r} is not one of auto, blockwise, cudnn")
+    check_options(causal, prefix_BS is not None, window, softcap, block, implementation)
+    check_heads_and_tokens(q_BSNH, k_BSKH, v_BSKW)
     devices, shape = axis_size(axis), q_BSNH.shape[:2]
+    for name, x in (("q_BSNH", q_BSNH), ("k_BSKH", k_BSKH), ("v_BSKW", v_BSKW)):
+        if devices > 1 and axis not in varying(x):
+            raise TypeError(f"{name}: it does not vary over {axis!r}, so every device has the same tokens; split them over {axis!r}")
+    known = known_window(window)
+    window = 0 if known and window >= shape[1] * devices else window  # it hides nothing; without one there is more that cuDNN covers
+    check_marks(shape, devices, q_BSNH.shape[2], segments_BS, prefix_BS, sinks_N)
     if devices == 1 and prefix_BS is None and sinks_N is None:
         index_BS = jnp.broadcast_to(jnp.arange(shape[1], dtype=jnp.int32), shape)
         return local_attention(
@@ -104,9 +109,7 @@ def attention(
     row = shape[1] * devices
     over = layout(context, devices, row)
     context.check_heads(q_BSNH.shape[2], k_BSKH.shape[2], devices)
-    segments = _whole_row("segments_BS", segments_BS, shape, axis)
-    prefix = _whole_row("prefix_BS", prefix_BS, shape, axis)
-    known = isinstance(window, (int, np.integer))
+    segments, prefix = (_whole_row(x_BS, shape, axis) for x_BS in (segments_BS, prefix_BS))
     place = axis_index(axis).astype(jnp.int32)
     marks = Marks(place, place, segments, prefix, None if known else window)
     q, k, v = same_variation(q_BSNH, k_BSKH, v_BSKW, marks)
@@ -128,16 +131,9 @@ def attention(
     return exchange.to_tokens(o, axis, over.inner) if over.inner > 1 else o
 
 
-def _whole_row(name: str, x_BS: jax.Array | None, shape: tuple[int, int], axis: str) -> jax.Array | None:
+def _whole_row(x_BS: jax.Array | None, shape: tuple[int, int], axis: str) -> jax.Array | None:
     """Marks of the whole laid-out row from this device's, or as they are given."""
-    batch, length = shape
-    if x_BS is None or x_BS.shape == (batch, length * axis_size(axis)):
-        return x_BS
-    if x_BS.shape != shape:
-        raise ValueError(
-            f"{name}: shape {x_BS.shape} is neither this device's {shape} nor the whole row's {(batch, length * axis_size(axis))}"
-        )
-    return all_gather(x_BS, axis, dim=1)
+    return x_BS if x_BS is None or x_BS.shape != shape or axis_size(axis) == 1 else all_gather(x_BS, axis, dim=1)
 
 
 def row_tokens(context: ContextConfig, local_S: jax.Array, length: int, axis: str = SEQ) -> jax.Array:

@@ -72,7 +72,10 @@ class Kernels:
         if call.kind != STRIPES:
             return cudnn.block_backward(masking.causal, masking.window, masking.scale, q, k, v, o, lse, do)
         strict = self.strict(step)
-        do = do.at[:, 0].set(jnp.where(strict, 0, do[:, 0]))  # moves behind the last row, where it must not count
+        # The first query moves behind the last one, where it must not count though it meets keys after it: a finite log-sum-exp below their
+        # scores would make its weights infinite, and infinity times 0 is no number.
+        do = do.at[:, 0].set(jnp.where(strict, 0, do[:, 0]))
+        lse = lse.at[:, :, 0].set(jnp.where(strict, 1e30, lse[:, :, 0]))
         q, o, do = (_shifted(strict, x, -1, 1) for x in (q, o, do))
         dq, dk, dv = cudnn.block_backward(True, 0, masking.scale, q, k, v, o, _shifted(strict, lse, -1, 2), do)
         return _shifted(strict, dq, 1, 1), dk, dv
