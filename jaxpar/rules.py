@@ -34,6 +34,9 @@ DENSE: Mapping[str, Target] = {
     "mlp": TENSOR,
     "embed": None,
     "head_dim": None,
+    "experts": EXPERT,
+    "expert_mlp": None,
+    "router": None,
 }
 
 # Logical axes of parameters that meet activations split over `tensor`: their gradient is a partial sum there even when they are whole.
@@ -204,6 +207,7 @@ def check_run(config: Config, devices: int) -> None:
     _check_batch(config)
     _check_sequence(config)
     _check_precision(config)
+    _check_experts(config)
     mesh, model = config.mesh, config.model
     if mesh.pipe > model.layers:
         raise ValueError(f"mesh.pipe: {mesh.pipe} stages for model.layers {model.layers}; use at most {model.layers}")
@@ -267,6 +271,16 @@ def _check_sequence(config: Config) -> None:
     reach = rope.reach
     if reach is not None and length > reach:
         warnings.warn(f"data.sequence: {length} tokens reach past the {reach} that model.rope ({rope.type}) is scaled for", stacklevel=3)
+
+
+def _check_experts(config: Config) -> None:
+    """What a mixture of experts needs of the other sections."""
+    if not config.model.moe.experts:
+        return
+    if config.optimizer.name in ("muon", "adafactor"):
+        raise ValueError(
+            f"optimizer.name: {config.optimizer.name} looks at matrices and would take all experts of a layer for one; use adamw or lion"
+        )
 
 
 def _check_precision(config: Config) -> None:

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
-from jaxpar.config import CheckpointConfig, Config, DataConfig, MeshShape, ModelConfig, RopeConfig, TrainConfig
+from jaxpar.config import CheckpointConfig, Config, DataConfig, MeshShape, ModelConfig, MoeConfig, RopeConfig, TrainConfig
 from jaxpar.mesh import REPLICA
 from jaxpar.params import Parameter
 from jaxpar.rules import DENSE, Rules, check_run, spec_axes, unsharded, varying_axes, zero_placement, zero_spec
@@ -194,6 +194,7 @@ def test_a_good_run_passes_without_a_word():
         ({"mesh": {"data": 2, "pipe": 2}}, 8, r"mesh.pipe: 2 is not supported"),
         ({"mesh": {"data": 2, "seq": 2}}, 8, r"mesh.seq: 2 is not supported"),
         ({"mesh": {"data": 2, "expert": 2}}, 8, r"mesh.expert: 2 is not supported"),
+        ({"model": {"moe": MoeConfig(experts=8)}, "optimizer": {"name": "muon"}}, 8, r"optimizer.name: muon .*; use adamw or lion"),
     ],
 )
 def test_check_run_refuses(sections, devices, message):

@@ -162,7 +162,7 @@ def z_loss(logits_BSE: jax.Array, valid_BS: jax.Array) -> jax.Array:
 
 
 def entropy(scores_BSE: jax.Array, valid_BS: jax.Array) -> jax.Array:
-    """Entropy in nats of each valid token's scores, made to sum to 1, added up over all of them: a scalar without gradient."""
+    """Entropy in nats of each valid token's scores, made to sum to 1, added up over each sequence: [B], without gradient."""
     share = lax.stop_gradient(scores_BSE / (scores_BSE.sum(-1, keepdims=True) + 1e-20))
     bits = jnp.where(share > 0, share * jnp.log(jnp.where(share > 0, share, 1)), 0)
-    return -jnp.where(valid_BS, bits.sum(-1), 0).sum()
+    return -jnp.where(valid_BS, bits.sum(-1), 0).sum(1)

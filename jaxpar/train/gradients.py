@@ -149,7 +149,8 @@ class Gradients:
             whole = list(leaves)
             for n, leaf in zip(places, floats, strict=True):
                 whole[n] = leaf
-            return self.functions.auxiliary(tree.unflatten(whole), self.config.train.batch)
+            train = self.config.train
+            return self.functions.auxiliary(tree.unflatten(whole), train.batch, train.accumulation)
 
         value, backward, metrics = jax.vjp(loss, [leaves[n] for n in places], has_aux=True)
         (daux,) = backward(collectives.vary_like(jnp.ones_like(value), value))

@@ -179,7 +179,7 @@ def test_losses(routed):
     np.testing.assert_allclose(router.load_balance(jnp.asarray(counts.sum(0)), got.sum(0), 2), want, rtol=1e-13)
     lse = np.log(np.exp(logits).sum(-1))
     np.testing.assert_allclose(router.z_loss(jnp.asarray(logits), jnp.asarray(valid)), (lse**2 * valid).sum(1), rtol=1e-13)
-    want = -sum((scores[b, s] * np.log(scores[b, s])).sum() for b in range(3) for s in range(9) if valid[b, s])
+    want = [-sum((scores[b, s] * np.log(scores[b, s])).sum() for s in range(9) if valid[b, s]) for b in range(3)]
     np.testing.assert_allclose(router.entropy(jnp.asarray(scores), jnp.asarray(valid)), want, rtol=1e-13)
     spoiled = np.where(valid[..., None], scores, 0.9)
     np.testing.assert_allclose(router.shares(jnp.asarray(spoiled), jnp.asarray(valid)), share, rtol=1e-13, atol=1e-18)
