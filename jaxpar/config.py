@@ -299,6 +299,9 @@ class TrainConfig:
     `jaxpar/parallel/remat.py`. `interleave` cuts the local batch of a microbatch in that many parts inside one layer body.
     `matmul_precision` is JAX's: with float32 compute, GPUs multiply in TF32 unless it is `highest`.
     `loss_chunk` is the tokens whose logits exist at once, `attention_block` the queries and keys of one attention tile.
+    Experts are split over `expert_axes` and reached by `expert_dispatch` (`jaxpar/parallel/expert.py`): with `ragged` and `gather` a device
+    has room for `expert_buffer` times its balanced load, with `capacity` an expert for `expert_capacity` times its own, the rest dropped by
+    `expert_priority`.
     `cpu_devices` is how many devices to simulate where JAX runs on CPU, over all processes; absent, or where XLA_FLAGS says how many,
     nothing is changed.
     """
@@ -318,6 +321,11 @@ class TrainConfig:
     attention_block: int = 512
     loss_chunk: int = 1024
     z_loss: float = 0.0
+    expert_axes: tuple[str, ...] = ("expert",)
+    expert_dispatch: str = "ragged"
+    expert_buffer: float = 1.5
+    expert_capacity: float = 1.25
+    expert_priority: str = "position"
     seed: int = 0
     cpu_devices: int | None = None
 
@@ -328,6 +336,11 @@ class TrainConfig:
         for name in ("compute_dtype", "master_dtype", "reduce_dtype"):
             one_of(f"train.{name}", getattr(self, name), ("bfloat16", "float32", "float64"))
         one_of("train.remat", self.remat, REMAT)
+        one_of("train.expert_axes", self.expert_axes, (("expert",), ("expert", "tensor"), ("expert", "seq", "tensor")))
+        one_of("train.expert_dispatch", self.expert_dispatch, ("ragged", "capacity", "gather"))
+        one_of("train.expert_priority", self.expert_priority, ("position", "weight"))
+        require(self.expert_buffer >= 1, f"train.expert_buffer: {self.expert_buffer} must be at least 1, the balanced load")
+        require(self.expert_capacity > 0, f"train.expert_capacity: {self.expert_capacity} must be positive")
         one_of("train.matmul_precision", self.matmul_precision, ("default", "high", "highest"))
         one_of("train.attention", self.attention, ("auto", "blockwise", "cudnn"))
         require(0 <= self.seed < 2**32, f"train.seed: {self.seed} must be in 0 to 2^32 - 1")

@@ -45,7 +45,7 @@ class Block(nnx.Module):
         self.attention_norm = Norm(config)
         self.attention = Attention(config, boundary, options)
         self.mlp_norm = Norm(config)
-        self.mlp = MoE(config, boundary) if config.moe.experts else MLP(config, boundary)
+        self.mlp = MoE(config, boundary, options) if config.moe.experts else MLP(config, boundary)
 
     def __call__(self, x_BSD: jax.Array, context: Context) -> tuple[jax.Array, dict[str, jax.Array]]:
         """x as it lies between blocks -> (y likewise, aux: the router's, else empty). Sends two `enter` and two `leave`; experts in the

@@ -13,8 +13,9 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxpar.config import ModelConfig, MoeConfig
-from jaxpar.mesh import EXPERT, SEQ, TENSOR
+from jaxpar.mesh import SEQ, TENSOR
 from jaxpar.models.mlp import MLP
+from jaxpar.models.options import Options
 from jaxpar.models.parameter import matrix, value
 from jaxpar.ops import router
 from jaxpar.ops.grouped_matmul import grouped_matmul
@@ -45,9 +46,18 @@ def router_of(moe: MoeConfig) -> Router:
 class MoE(nnx.Module):
     """gate, up [E, F, D] and down [E, D, F] with their experts over `expert`; the router [E, D] whole. Shazeer et al. (2017)."""
 
-    def __init__(self, config: ModelConfig, boundary: Boundary):
+    def __init__(self, config: ModelConfig, boundary: Boundary, options: Options):
         moe, width = config.moe, config.width
         self.moe, self.boundary, self.activation = moe, boundary, config.activation
+        self.dispatch = Dispatch(
+            experts=moe.experts,
+            axes=options.expert_axes,
+            method=options.expert_dispatch,
+            buffer_factor=options.expert_buffer,
+            capacity_factor=options.expert_capacity,
+            by_weight=options.expert_priority == "weight",
+            platform=options.platform,
+        )
         shape, axes = (moe.experts, moe.width, width), ("experts", "expert_mlp", "embed")
         self.router = matrix((moe.experts, width), ("router", "embed"), 1, config.init_std)
         self.gate = matrix(shape, axes, 2, config.init_std)
@@ -62,13 +72,12 @@ class MoE(nnx.Module):
         valid_BS = self.valid(x_BSD, context)
         logits_BSE = self.logits(x_BSD)
         weights_TK, chosen_TK = router.select(router_of(self.moe), logits_BSE.reshape(batch * length, -1), valid_T=valid_BS.reshape(-1))
-        dispatch = Dispatch(experts=self.moe.experts, axes=(EXPERT,))
-        y_TD, overflow = expert.moe(x_BSD.reshape(-1, width), weights_TK, chosen_TK, self.experts, dispatch)
+        y_TD, lost = expert.moe(x_BSD.reshape(-1, width), weights_TK, chosen_TK, self.experts, self.dispatch)
         y_BSD = y_TD.reshape(x_BSD.shape)
         if self.shared is not None:
             y_BSD = y_BSD + self.shared(x_BSD)
         aux = self.aux(logits_BSE, chosen_TK.reshape(batch, length, -1), valid_BS)
-        return y_BSD, {**aux, "overflow": overflow}
+        return y_BSD, {**aux, "overflow": lost.overflow, "dropped": lost.dropped}
 
     def logits(self, x_BSD: jax.Array) -> jax.Array:
         """[B, S, E] in float32, float64 where x is; the router's weights were rounded to the compute dtype like all others."""

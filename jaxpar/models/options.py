@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from jaxpar.config import TrainConfig
+from jaxpar.mesh import EXPERT
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,6 +19,11 @@ class Options:
     loss_chunk: int = 1024
     z_loss: float = 0.0
     platform: str = "cpu"
+    expert_axes: tuple[str, ...] = (EXPERT,)
+    expert_dispatch: str = "gather"
+    expert_buffer: float = 1.5
+    expert_capacity: float = 1.25
+    expert_priority: str = "position"
 
 
 def train_options(train: TrainConfig, platform: str) -> Options:
@@ -28,4 +34,9 @@ def train_options(train: TrainConfig, platform: str) -> Options:
         loss_chunk=train.loss_chunk,
         z_loss=train.z_loss,
         platform=platform,
+        expert_axes=train.expert_axes,
+        expert_dispatch=train.expert_dispatch,
+        expert_buffer=train.expert_buffer,
+        expert_capacity=train.expert_capacity,
+        expert_priority=train.expert_priority,
     )

@@ -4,17 +4,22 @@
     moe        x[T, D], the chosen experts of each token and their weights -> y[T, D]
 
 E experts lie over `axes` (one or several, folded), E/n consecutive ones on each of n devices, each with T tokens of its own. Inside a
-device rows are sorted by expert (stable, so nothing depends on timing), a grouped matmul serves them, and each token adds up its K results
-in float32 by reading them: a gather forward and a gather backward, never a scatter-add.
+device rows are sorted by expert (stable, so nothing depends on timing), `experts` serves them, and each token adds up its K results in
+float32. Values sent by a device in a forward pass; the backward sends the same:
 
-    gather    x[T_axes, D] -> all-gather -> experts on the rows of their own -> sums of each token's results -> reduce-scatter
-              sends (n-1)/n · nT·D values for either, T·K/n < T of which a device needs: for small n or large K
+    gather     x[T_axes, D] -> all-gather -> rows of own experts -> sums of each token's results -> reduce-scatter
+               (n-1) T D each way: for small n or K > n
+    ragged     counts to every device; then exactly the rows that they need, and back
+               each way T K (n-1)/n D where the load is balanced; on CPU a padded exchange with the same result takes its place
+    capacity   C = capacity_factor T K / E rows for each expert, filled or not, and back
+               each way (n-1)/n E C D; choices beyond C of one device's tokens are dropped, and counted
 
-Shapes are static, so the rows of a device's own experts go into a buffer of `buffer_factor` times what it would get if the load were
-balanced. Rows beyond it are not computed and are *counted*: a step whose `overflow` is not 0 must be repeated with factor n, which nothing
-overflows. One device needs no factor.
+Shapes are static, so with `gather` and `ragged` the rows of a device's own experts go into a buffer of `buffer_factor` times what it would
+get if the load were balanced. Rows beyond it are not computed but *counted*: a step whose `overflow` is not 0 must be repeated with factor
+n, which nothing overflows. One device needs no factor, and `capacity` no buffer.
 
-Dims: T tokens of a device, D model width, E experts in all, G experts of a device, K experts of a token, R rows of the buffer.
+Dims: T tokens of a device, D model width, E experts in all, G experts of a device, K experts of a token, P = T K choices, R rows of the
+buffer, C rows of an expert.
 Source: Lepikhin et al., GShard (2020), section 3.2; Gale et al., MegaBlocks (2022); Liu et al., MoE parallel folding (2025).
 """
 
@@ -24,111 +29,161 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from jaxpar.ops.rows import collect, combine, sort, sort_limited, spread
 from jaxpar.parallel import collectives
 
-METHODS = ("gather",)
+METHODS = ("gather", "ragged", "capacity")
 Experts = Callable[[jax.Array, jax.Array], jax.Array]
+Four = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
+
+
+class Lost(NamedTuple):
+    """Choices of this device that were not computed, int32: `overflow` for want of buffer, `dropped` because the method drops them."""
+
+    overflow: jax.Array
+    dropped: jax.Array
 
 
 @dataclass(frozen=True, kw_only=True)
 class Dispatch:
-    """`experts` in all, split over `axes`. `buffer_factor` is the receive buffer in units of the balanced load; at least 1."""
+    """`experts` in all, split over `axes`. `buffer_factor` and `capacity_factor` are in units of the balanced load; `by_weight` drops the
+    choices of least weight instead of the latest. `platform` says where it runs ("cpu", "gpu")."""
 
     experts: int
     axes: tuple[str, ...]
     method: str = "gather"
     buffer_factor: float = 1.5
+    capacity_factor: float = 1.25
+    by_weight: bool = False
+    platform: str = "cpu"
 
     def __post_init__(self) -> None:
         assert self.method in METHODS and self.buffer_factor >= 1, self
 
-    def rows(self, tokens: int, k: int) -> int:
+    def rows(self, tokens: int, k: int, ways: int) -> int:
         """Rows of the buffer of a device, each of whose peers has `tokens` tokens of `k` experts. Never more than all there could be: a
         token's experts differ, so at most min(k, G) of them are here."""
-        ways = collectives.axis_size(self.axes)
         worst = ways * tokens * min(k, self.experts // ways)
         return min(worst, math.ceil(self.buffer_factor * tokens * k)) if ways > 1 else worst
 
+    def capacity(self, tokens: int, k: int) -> int:
+        """Rows that an expert has for the tokens of one device; never more than there are tokens."""
+        return min(tokens, math.ceil(self.capacity_factor * tokens * k / self.experts))
 
-def moe(x_TD: jax.Array, weights_TK: jax.Array, chosen_TK: jax.Array, experts: Experts, dispatch: Dispatch) -> tuple[jax.Array, jax.Array]:
-    """Each token through its experts, results weighted and added: (y[T, D] in x's dtype, overflow int32).
+
+def moe(x_TD: jax.Array, weights_TK: jax.Array, chosen_TK: jax.Array, experts: Experts, dispatch: Dispatch) -> tuple[jax.Array, Lost]:
+    """Each token through its experts, results weighted and added: (y[T, D] in x's dtype, what was not computed).
 
     `chosen` holds numbers from 0 to E - 1, different ones in each token; anything else goes nowhere and gives zeros. `experts(rows[R, D],
-    sizes[G]) -> [R, D]` serves this device's experts, rows sorted by expert; rows behind the last are zeros and are not read. `overflow` is
-    how many rows this device's buffer could not hold.
+    sizes[G]) -> [R, D]` serves this device's experts, rows sorted by expert; rows behind the last are zeros and are not read.
 
-    Runs inside shard_map, all arguments varying over `axes`; the transpose sends what the forward sends, in reverse.
+    Runs inside shard_map, all arguments varying over `axes`.
     """
     ways = collectives.axis_size(dispatch.axes)
     assert dispatch.experts % ways == 0, f"{dispatch.experts} experts over {ways} devices"
-    held, rows = dispatch.experts // ways, dispatch.rows(*chosen_TK.shape)
-    if ways > 1:
-        x_TD, weights_TK, chosen_TK = (collectives.all_gather(a, dispatch.axes, 0) for a in (x_TD, weights_TK, chosen_TK))
-        chosen_TK = chosen_TK - collectives.axis_index(dispatch.axes).astype(chosen_TK.dtype) * held
-    order_R, place_TK, sizes_G, overflow = sort(chosen_TK, held, rows)
-    y_RD = experts(spread(x_TD, order_R, place_TK), sizes_G)
-    y_TD = combine(y_RD, weights_TK, order_R, place_TK).astype(x_TD.dtype)
-    return (collectives.reduce_scatter(y_TD, dispatch.axes, 0) if ways > 1 else y_TD), overflow
+    method = {"gather": _gather, "ragged": _ragged, "capacity": _capacity}[dispatch.method]
+    if ways == 1 and dispatch.method != "capacity":
+        method = _local
+    y_TD, lost = method(x_TD, weights_TK, chosen_TK, experts, dispatch, ways)
+    return y_TD.astype(x_TD.dtype), lost
 
 
-def sort(group_TK: jax.Array, groups: int, rows: int) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Rows of a buffer, sorted by group: (order[R], place[T, K], sizes[G], overflow), int32.
-
-    `group` is what each choice belongs to; those outside 0 to G - 1 belong to none. Row r holds choice order[r], a number in the flat
-    [T K]; rows that hold none have T K there. `place` is the inverse, R where a choice has no row. `sizes` are the rows of each group,
-    `overflow` the choices that found the buffer full.
-    """
-    flat = jnp.where((group_TK >= 0) & (group_TK < groups), group_TK, groups).reshape(-1).astype(jnp.int32)
-    order = jnp.argsort(flat, stable=True).astype(jnp.int32)
-    counts_G = (flat[:, None] == jnp.arange(groups, dtype=jnp.int32)).sum(0, dtype=jnp.int32)
-    total = counts_G.sum()
-    kept = jnp.minimum(total, rows)
-    number = jnp.arange(flat.size, dtype=jnp.int32)
-    place = jnp.argsort(order).astype(jnp.int32)  # the inverse of a permutation, without a scatter
-    place = jnp.where(place < kept, place, rows)
-    order = jnp.where(number < kept, order, flat.size)[:rows]
-    ends = jnp.minimum(jnp.cumsum(counts_G), kept)
-    return order, place.reshape(group_TK.shape), jnp.diff(ends, prepend=jnp.zeros_like(ends[:1])), total - kept
+def _local(
+    x_TD: jax.Array, weights_TK: jax.Array, chosen_TK: jax.Array, experts: Experts, dispatch: Dispatch, ways: int
+) -> tuple[jax.Array, Lost]:
+    """The choices of experts 0 to E/n - 1, of tokens that are here."""
+    size = dispatch.rows(chosen_TK.shape[0] // ways, chosen_TK.shape[1], ways)
+    rows, sizes_G, overflow = sort(chosen_TK, dispatch.experts // ways, size)
+    y_RD = experts(spread(x_TD, rows), sizes_G)
+    return combine(y_RD, weights_TK, rows), Lost(overflow, jnp.zeros_like(overflow))
 
 
-def _read(x_ND: jax.Array, index: jax.Array) -> jax.Array:
-    """Rows of x by number; N reads zeros."""
-    return jnp.take(x_ND, index, axis=0, mode="fill", fill_value=0)
+def _gather(
+    x_TD: jax.Array, weights_TK: jax.Array, chosen_TK: jax.Array, experts: Experts, dispatch: Dispatch, ways: int
+) -> tuple[jax.Array, Lost]:
+    all_x, all_weights, all_chosen = (collectives.all_gather(a, dispatch.axes, 0) for a in (x_TD, weights_TK, chosen_TK))
+    first = collectives.axis_index(dispatch.axes).astype(jnp.int32) * (dispatch.experts // ways)
+    y_TD, lost = _local(all_x, all_weights, all_chosen - first, experts, dispatch, ways)
+    return collectives.reduce_scatter(y_TD.astype(x_TD.dtype), dispatch.axes, 0), lost
 
 
-@partial(jax.custom_vjp)
-def spread(x_TD: jax.Array, order_R: jax.Array, place_TK: jax.Array) -> jax.Array:
-    """A copy of its token for each row of the buffer: x[T, D] -> [R, D], zeros where a row holds no choice. Its transpose adds up the K
-    rows of each token, in float32. `order` and `place` are those of `sort`."""
-    # Outside the buffer's rows order is T K, and T K // K is T, which reads zeros.
-    return _read(x_TD, order_R // place_TK.shape[1])
+def _capacity(
+    x_TD: jax.Array, weights_TK: jax.Array, chosen_TK: jax.Array, experts: Experts, dispatch: Dispatch, ways: int
+) -> tuple[jax.Array, Lost]:
+    count, capacity = dispatch.experts, dispatch.capacity(chosen_TK.shape[0], chosen_TK.shape[1])
+    held, width = count // ways, x_TD.shape[1]
+    rows, dropped = sort_limited(chosen_TK, count, capacity, jax.lax.stop_gradient(weights_TK) if dispatch.by_weight else None)
+    sent = spread(x_TD, rows).reshape(ways, held, capacity, width)
+    # From every device the rows of each expert that is here: [n, G, C, D] -> [G, n C, D].
+    here = collectives.all_to_all(sent, dispatch.axes, 0, 0).swapaxes(0, 1)
+    sizes_G = jnp.zeros_like(dropped, shape=(held,)) + ways * capacity
+    y = experts(here.reshape(-1, width), sizes_G).reshape(here.shape).swapaxes(0, 1)
+    back = collectives.all_to_all(y, dispatch.axes, 0, 0).reshape(-1, width)
+    return combine(back, weights_TK, rows), Lost(jnp.zeros_like(dropped), dropped)
 
 
-def _spread_backward(indices: tuple[jax.Array, jax.Array], dy_RD: jax.Array) -> tuple[jax.Array, None, None]:
-    wide = _read(dy_RD, indices[1]).astype(jnp.promote_types(dy_RD.dtype, jnp.float32))
-    return wide.sum(1).astype(dy_RD.dtype), None, None
+def _ragged(
+    x_TD: jax.Array, weights_TK: jax.Array, chosen_TK: jax.Array, experts: Experts, dispatch: Dispatch, ways: int
+) -> tuple[jax.Array, Lost]:
+    held, size = dispatch.experts // ways, dispatch.rows(chosen_TK.shape[0], chosen_TK.shape[1], ways)
+    rows, sizes_E, _ = sort(chosen_TK, dispatch.experts, chosen_TK.size)
+    plan, from_nG, overflow = _plan(sizes_E.reshape(ways, held), size, dispatch.axes)
+    arrived = _exchange(dispatch, size, spread(x_TD, rows), plan)
+    # What has arrived lies device by device, each device's rows by expert. Now by expert.
+    row_R, ends = jnp.arange(size, dtype=jnp.int32), jnp.cumsum(from_nG.reshape(-1))
+    expert_R = jnp.where(row_R < ends[-1], (ends[None, :] <= row_R[:, None]).sum(1, dtype=jnp.int32) % held, held)
+    again, sizes_G, _ = sort(expert_R[:, None], held, size)
+    y_RD = collect(experts(spread(arrived, again), sizes_G), again)[:, 0]
+    back = _exchange(dispatch, chosen_TK.size, y_RD, Plan(plan.back, plan.there))
+    return combine(back, weights_TK, rows), Lost(overflow, jnp.zeros_like(overflow))
 
 
-spread.defvjp(lambda x, order, place: (spread(x, order, place), (order, place)), _spread_backward)
+class Plan(NamedTuple):
+    """Of a ragged exchange and its reverse: (input offsets, send sizes, output offsets, receive sizes), [n] each."""
+
+    there: Four
+    back: Four
 
 
-@partial(jax.custom_vjp)
-def collect(y_RD: jax.Array, order_R: jax.Array, place_TK: jax.Array) -> jax.Array:
-    """The row of each choice: y[R, D] -> [T, K, D], zeros where a choice has no row. Its transpose is a gather too."""
-    return _read(y_RD, place_TK)
+def _plan(to_nG: jax.Array, size: int, axes: tuple[str, ...]) -> tuple[Plan, jax.Array, jax.Array]:
+    """Rows for each expert of each device -> (plan, the rows of each device for each expert here, overflow). Sends G + 3 counts to each
+    device. A buffer of `size` rows keeps what fits, in the order of the devices that send."""
+    sent_n = to_nG.sum(1, dtype=jnp.int32)
+    begins_n = jnp.cumsum(sent_n) - sent_n
+    from_n = collectives.all_to_all(jnp.concatenate([to_nG, begins_n[:, None]], axis=1), axes, 0, 0)
+    from_nG, theirs_n = from_n[:, :-1], from_n[:, -1]
+    wanted_n = from_nG.sum(1, dtype=jnp.int32)
+    lands_n = jnp.minimum(jnp.cumsum(wanted_n) - wanted_n, size)
+    kept_n = jnp.minimum(wanted_n, size - lands_n)
+    answer = collectives.all_to_all(jnp.stack([kept_n, lands_n], axis=1), axes, 0, 0)
+    goes_n, at_n = answer[:, 0], answer[:, 1]
+    return Plan((begins_n, goes_n, at_n, kept_n), (lands_n, kept_n, theirs_n, goes_n)), from_nG, (wanted_n - kept_n).sum(dtype=jnp.int32)
 
 
-def _collect_backward(indices: tuple[jax.Array, jax.Array], dz_TKD: jax.Array) -> tuple[jax.Array, None, None]:
-    return _read(dz_TKD.reshape(-1, dz_TKD.shape[-1]), indices[0]), None, None
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _exchange(dispatch: Dispatch, size: int, x_PD: jax.Array, plan: Plan) -> jax.Array:
+    """Rows x[P, D] to other devices as `plan.there` says -> [size, D], zeros where nothing arrived. The transpose goes `back`."""
+    return _send(dispatch, size, x_PD, plan.there)
 
 
-collect.defvjp(lambda y, order, place: (collect(y, order, place), (order, place)), _collect_backward)
+def _send(dispatch: Dispatch, size: int, x_PD: jax.Array, there: Four) -> jax.Array:
+    ragged = collectives.ragged_all_to_all if dispatch.platform == "gpu" else collectives.padded_all_to_all
+    return ragged(x_PD, size, *there, dispatch.axes)
 
 
-def combine(y_RD: jax.Array, weights_TK: jax.Array, order_R: jax.Array, place_TK: jax.Array) -> jax.Array:
-    """Each token's results times their weights, added up in the weights' dtype: [T, D]."""
-    return (collect(y_RD, order_R, place_TK).astype(weights_TK.dtype) * weights_TK[:, :, None]).sum(1)
+def _exchange_forward(dispatch: Dispatch, size: int, x_PD: jax.Array, plan: Plan) -> tuple[jax.Array, tuple[Plan, jax.Array]]:
+    # An empty slice says how many rows came in; a number would be no residual.
+    return _send(dispatch, size, x_PD, plan.there), (plan, x_PD[:, :0])
+
+
+def _exchange_backward(dispatch: Dispatch, size: int, residuals: tuple, dy_RD: jax.Array) -> tuple[jax.Array, None]:
+    plan, empty = residuals
+    return _send(dispatch, empty.shape[0], dy_RD, plan.back), None
+
+
+_exchange.defvjp(_exchange_forward, _exchange_backward)

@@ -25,7 +25,7 @@ from jaxpar.parallel import collectives, joint, remat, zero
 from jaxpar.parallel.sequence import boundary
 from jaxpar.parallel.stack import Context, LayerStack
 from jaxpar.params import Tree
-from jaxpar.rules import DENSE, Rules
+from jaxpar.rules import Rules, table
 
 # ids, labels, positions and segments are [microbatch, sequence, token]; rows, a sequence's number in its step, [microbatch, sequence].
 TOKENS = PartitionSpec(None, BATCH, SEQ)
@@ -202,4 +202,6 @@ def build_gradients(config: Config, mesh: Mesh) -> Gradients:
     # On one device the token shards are the tokens, and unlike an all-reduce a reduce-scatter over one device is nothing at all.
     sequence_parallel = config.train.sequence_parallel or config.mesh.tensor == 1
     functions = decoder_functions(config.model, boundary(sequence_parallel), train_options(config.train, mesh.devices.flat[0].platform))
-    return Gradients(config, mesh, specs, zero.places(specs, Rules(sizes, DENSE), config.train.zero, sequence_parallel), functions)
+    return Gradients(
+        config, mesh, specs, zero.places(specs, Rules(sizes, table(config.train)), config.train.zero, sequence_parallel), functions
+    )
