@@ -1,7 +1,7 @@
 """Matmuls of rows that lie in groups, each group with its own weight. Forward, input gradient and weight gradient cost the rows, no more.
 
     grouped_matmul   x[R, I], weight[G, O, I], sizes[G] -> y[R, O]
-    visits           the work list: which block of rows meets which group
+    visits, own_rows the work list: which block of rows meets which group
     default_block    rows of a block
 
 Rows 0 to sizes[0] - 1 are group 0's, the next group 1's, and so on; rows behind the last group give zeros and get zeros. `lax.ragged_dot`
@@ -70,12 +70,14 @@ def grouped_matmul(x_RI: jax.Array, weight_GOI: jax.Array, sizes_G: jax.Array, b
         return x_RI @ weight_GOI[0].T
     block = min(block or default_block(rows, groups), rows)
     list_ = visits(sizes_G, rows, block)
-    # All typed as varying over every mesh axis that any varies over; the gradients of those widened are summed over the rest.
-    zero = sum(jnp.zeros_like(a, shape=(), dtype=x_RI.dtype) for a in (x_RI, weight_GOI, list_.group))
-    x_RI, weight_GOI = (
-        a if jax.typeof(a) == jax.typeof(a + zero.astype(a.dtype)) else a + zero.astype(a.dtype) for a in (x_RI, weight_GOI)
-    )
-    return _grouped(block, x_RI, weight_GOI, list_)
+    return _grouped(block, *same_variation(list_, x_RI, weight_GOI), list_)
+
+
+def same_variation(list_: Visits, *arrays: jax.Array) -> list[jax.Array]:
+    """Arrays typed as varying over every mesh axis that any of them or the work list varies over; the gradients of those widened are summed
+    over the rest."""
+    zero = sum(jnp.zeros_like(a, shape=(), dtype=arrays[0].dtype) for a in (*arrays, list_.group))
+    return [a if jax.typeof(a) == jax.typeof(a + zero.astype(a.dtype)) else a + zero.astype(a.dtype) for a in arrays]
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -96,7 +98,7 @@ def _backward(block: int, residuals: tuple, dy_RO: jax.Array) -> tuple:
 _grouped.defvjp(_forward, _backward)
 
 
-def _mine(block: int, visit: Visits) -> jax.Array:
+def own_rows(block: int, visit: Visits) -> jax.Array:
     """Which rows of a visit's slice are its group's: bool [block, 1]."""
     row = visit.start + jnp.arange(block, dtype=jnp.int32)[:, None]
     return (row >= visit.first) & (row < visit.last)
@@ -110,7 +112,7 @@ def _rows(block: int, x_RI: jax.Array, weight_GOI: jax.Array, list_: Visits, out
         weight = lax.dynamic_index_in_dim(weight_GOI, here.group, keepdims=False)
         new = lax.dot_general(x, weight, (((1,), (2 - out,)), ((), ())))
         old = lax.dynamic_slice_in_dim(y, here.start, block)
-        return lax.dynamic_update_slice_in_dim(y, jnp.where(_mine(block, here), new, old), here.start, axis=0), None
+        return lax.dynamic_update_slice_in_dim(y, jnp.where(own_rows(block, here), new, old), here.start, axis=0), None
 
     start = jnp.zeros_like(x_RI, shape=(x_RI.shape[0], weight_GOI.shape[out]))
     return lax.scan(visit, start, list_)[0]
@@ -122,7 +124,7 @@ def _weights(block: int, x_RI: jax.Array, dy_RO: jax.Array, list_: Visits, group
 
     def visit(total: jax.Array, here: Visits) -> tuple[jax.Array, None]:
         x, dy = (lax.dynamic_slice_in_dim(a, here.start, block) for a in (x_RI, dy_RO))
-        dy = jnp.where(_mine(block, here), dy, 0)
+        dy = jnp.where(own_rows(block, here), dy, 0)
         part = lax.dot_general(dy, x, (((0,), (0,)), ((), ())), preferred_element_type=dtype)
         old = lax.dynamic_index_in_dim(total, here.group, keepdims=False)
         return lax.dynamic_update_index_in_dim(total, old + part, here.group, 0), None
