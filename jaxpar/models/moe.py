@@ -19,6 +19,7 @@ from jaxpar.models.options import Options
 from jaxpar.models.parameter import matrix, value
 from jaxpar.ops import router
 from jaxpar.ops.grouped_matmul import grouped_matmul
+from jaxpar.ops.grouped_mlp import grouped_mlp
 from jaxpar.ops.mlp import gated
 from jaxpar.ops.router import Router
 from jaxpar.parallel import collectives, expert
@@ -49,6 +50,7 @@ class MoE(nnx.Module):
     def __init__(self, config: ModelConfig, boundary: Boundary, options: Options):
         moe, width = config.moe, config.width
         self.moe, self.boundary, self.activation = moe, boundary, config.activation
+        self.fused = options.expert_fused
         self.dispatch = Dispatch(
             experts=moe.experts,
             axes=options.expert_axes,
@@ -86,6 +88,8 @@ class MoE(nnx.Module):
 
     def experts(self, rows_RD: jax.Array, sizes_G: jax.Array) -> jax.Array:
         """This device's experts on rows sorted by expert."""
+        if self.fused:
+            return grouped_mlp(rows_RD, value(self.gate), value(self.up), value(self.down), sizes_G, self.activation)
         gate_RF = checkpoint_name(grouped_matmul(rows_RD, value(self.gate), sizes_G), "mlp_gate")
         up_RF = checkpoint_name(grouped_matmul(rows_RD, value(self.up), sizes_G), "mlp_up")
         return grouped_matmul(gated(gate_RF, up_RF, self.activation), value(self.down), sizes_G)

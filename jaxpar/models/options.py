@@ -12,7 +12,8 @@ from jaxpar.mesh import EXPERT
 @dataclass(frozen=True, kw_only=True)
 class Options:
     """`attention` is auto, blockwise or cudnn; `attention_block` the queries and keys of one tile; `loss_chunk` the tokens whose logits
-    exist at once; `platform` the devices that run it ("cpu", "gpu"), which need not be those that compile it."""
+    exist at once; `platform` the devices that run it ("cpu", "gpu"), which need not be those that compile it. The `expert_` fields are
+    `parallel.expert.Dispatch`'s; `expert_fused` computes experts' gate and up again in the backward, for policies that would anyway."""
 
     attention: str = "auto"
     attention_block: int = 512
@@ -24,6 +25,7 @@ class Options:
     expert_buffer: float = 1.5
     expert_capacity: float = 1.25
     expert_priority: str = "position"
+    expert_fused: bool = False
 
 
 def train_options(train: TrainConfig, platform: str) -> Options:
@@ -39,4 +41,5 @@ def train_options(train: TrainConfig, platform: str) -> Options:
         expert_buffer=train.expert_buffer,
         expert_capacity=train.expert_capacity,
         expert_priority=train.expert_priority,
+        expert_fused=train.remat in ("attention", "block"),
     )
