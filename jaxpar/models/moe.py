@@ -16,7 +16,7 @@ from jaxpar.config import ModelConfig, MoeConfig
 from jaxpar.mesh import SEQ, TENSOR
 from jaxpar.models.mlp import MLP
 from jaxpar.models.options import Options
-from jaxpar.models.parameter import matrix, value
+from jaxpar.models.parameter import matrix
 from jaxpar.ops import router
 from jaxpar.ops.grouped_matmul import grouped_matmul
 from jaxpar.ops.grouped_mlp import grouped_mlp
@@ -86,13 +86,15 @@ class MoE(nnx.Module):
         dtype = jnp.promote_types(x_BSD.dtype, jnp.float32)
         return jnp.einsum("bsd,ed->bse", x_BSD.astype(dtype), self.router[...].astype(dtype))
 
-    def experts(self, rows_RD: jax.Array, sizes_G: jax.Array) -> jax.Array:
-        """This device's experts on rows sorted by expert."""
+    def experts(self, rows_RD: jax.Array, weights_R: jax.Array, sizes_G: jax.Array) -> jax.Array:
+        """This device's experts on rows sorted by expert, results times the rows' weights."""
+        gate_GFD, up_GFD, down_GDF = (each[...] for each in (self.gate, self.up, self.down))
         if self.fused:
-            return grouped_mlp(rows_RD, value(self.gate), value(self.up), value(self.down), sizes_G, self.activation)
-        gate_RF = checkpoint_name(grouped_matmul(rows_RD, value(self.gate), sizes_G), "mlp_gate")
-        up_RF = checkpoint_name(grouped_matmul(rows_RD, value(self.up), sizes_G), "mlp_up")
-        return grouped_matmul(gated(gate_RF, up_RF, self.activation), value(self.down), sizes_G)
+            return grouped_mlp(rows_RD, weights_R, gate_GFD, up_GFD, down_GDF, sizes_G, self.activation)
+        gate_RF = checkpoint_name(grouped_matmul(rows_RD, gate_GFD, sizes_G), "mlp_gate")
+        up_RF = checkpoint_name(grouped_matmul(rows_RD, up_GFD, sizes_G), "mlp_up")
+        hidden_RF = gated(gate_RF, up_RF, self.activation)
+        return grouped_matmul((hidden_RF.astype(weights_R.dtype) * weights_R[:, None]).astype(hidden_RF.dtype), down_GDF, sizes_G)
 
     def valid(self, x_BSD: jax.Array, context: Context) -> jax.Array:
         """Which of this device's tokens are no padding: bool [B, S]. A batch without segments has none."""

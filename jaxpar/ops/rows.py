@@ -2,7 +2,8 @@
 
     sort, sort_limited   which choice each row of a buffer holds, and which row each choice has
     spread               tokens to the rows of their choices
-    collect, combine     rows to the choices, and added up over a token's choices
+    carry                one number of each choice to its row
+    combine              rows to their tokens, added up over a token's choices
 
 Each of T tokens makes K choices of a group, numbered 0 to T K - 1. A row that holds none and a choice that has none are numbered one past
 the end, and read zeros.
@@ -87,19 +88,15 @@ def _spread_backward(rows: Rows, dy_RD: jax.Array) -> tuple[jax.Array, None]:
 spread.defvjp(lambda x_TD, rows: (spread(x_TD, rows), rows), _spread_backward)
 
 
+def carry(weights_TK: jax.Array, rows: Rows) -> jax.Array:
+    """The number of each row's choice: [T, K] -> [R], 0 where a row holds none. Its transpose is a gather too."""
+    return spread(weights_TK.reshape(-1, 1), (rows[0], rows[1].reshape(-1, 1)))[:, 0]
+
+
 @jax.custom_vjp
-def collect(y_RD: jax.Array, rows: Rows) -> jax.Array:
-    """The row of each choice: y[R, D] -> [T, K, D]. Its transpose is a gather too."""
-    return _read(y_RD, rows[1])
+def combine(y_RD: jax.Array, rows: Rows) -> jax.Array:
+    """Each token's rows added up, in float32: y[R, D] -> [T, D] in y's dtype. Its transpose is a gather too."""
+    return _spread_backward(rows, y_RD)[0]
 
 
-def _collect_backward(rows: Rows, dz_TKD: jax.Array) -> tuple[jax.Array, None]:
-    return _read(dz_TKD.reshape(-1, dz_TKD.shape[-1]), rows[0]), None
-
-
-collect.defvjp(lambda y_RD, rows: (collect(y_RD, rows), rows), _collect_backward)
-
-
-def combine(y_RD: jax.Array, weights_TK: jax.Array, rows: Rows) -> jax.Array:
-    """Each token's results times their weights, added up in the weights' dtype: [T, D]."""
-    return (collect(y_RD, rows).astype(weights_TK.dtype) * weights_TK[:, :, None]).sum(1)
+combine.defvjp(lambda y_RD, rows: (combine(y_RD, rows), rows), lambda rows, dy_TD: (spread(dy_TD, rows), None))

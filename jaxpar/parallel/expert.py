@@ -34,11 +34,11 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxpar.ops.rows import collect, combine, sort, sort_limited, spread
+from jaxpar.ops.rows import carry, combine, sort, sort_limited, spread
 from jaxpar.parallel import collectives
 
 METHODS = ("gather", "ragged", "capacity")
-Experts = Callable[[jax.Array, jax.Array], jax.Array]
+Experts = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 Four = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
 
 
@@ -80,7 +80,9 @@ def moe(x_TD: jax.Array, weights_TK: jax.Array, chosen_TK: jax.Array, experts: E
     """Each token through its experts, results weighted and added: (y[T, D] in x's dtype, what was not computed).
 
     `chosen` holds numbers from 0 to E - 1, different ones in each token; anything else goes nowhere and gives zeros. `experts(rows[R, D],
-    sizes[G]) -> [R, D]` serves this device's experts, rows sorted by expert; rows behind the last are zeros and are not read.
+    weights[R], sizes[G]) -> [R, D]` serves this device's experts, rows sorted by expert, and multiplies each result by its weight: best
+    before its last matrix, for then the weight's gradient needs no result, and nothing need be kept or computed again for it. Rows behind
+    the last expert's are zeros and are not read.
 
     Runs inside shard_map, all arguments varying over `axes`.
     """
@@ -99,8 +101,8 @@ def _local(
     """The choices of experts 0 to E/n - 1, of tokens that are here."""
     size = dispatch.rows(chosen_TK.shape[0] // ways, chosen_TK.shape[1], ways)
     rows, sizes_G, overflow = sort(chosen_TK, dispatch.experts // ways, size)
-    y_RD = experts(spread(x_TD, rows), sizes_G)
-    return combine(y_RD, weights_TK, rows), Lost(overflow, jnp.zeros_like(overflow))
+    y_RD = experts(spread(x_TD, rows), carry(weights_TK, rows), sizes_G)
+    return combine(y_RD, rows), Lost(overflow, jnp.zeros_like(overflow))
 
 
 def _gather(
@@ -118,13 +120,17 @@ def _capacity(
     count, capacity = dispatch.experts, dispatch.capacity(chosen_TK.shape[0], chosen_TK.shape[1])
     held, width = count // ways, x_TD.shape[1]
     rows, dropped = sort_limited(chosen_TK, count, capacity, jax.lax.stop_gradient(weights_TK) if dispatch.by_weight else None)
-    sent = spread(x_TD, rows).reshape(ways, held, capacity, width)
-    # From every device the rows of each expert that is here: [n, G, C, D] -> [G, n C, D].
-    here = collectives.all_to_all(sent, dispatch.axes, 0, 0).swapaxes(0, 1)
+
+    def there(a: jax.Array) -> jax.Array:
+        """Rows of [E C, ...] to the devices of their experts, by expert: [G n C, ...]."""
+        a = collectives.all_to_all(a.reshape(ways, held, capacity, -1), dispatch.axes, 0, 0)
+        return a.swapaxes(0, 1).reshape(held * ways * capacity, -1)
+
     sizes_G = jnp.zeros_like(dropped, shape=(held,)) + ways * capacity
-    y = experts(here.reshape(-1, width), sizes_G).reshape(here.shape).swapaxes(0, 1)
+    y = experts(there(spread(x_TD, rows)), there(carry(weights_TK, rows))[:, 0], sizes_G)
+    y = y.reshape(held, ways, capacity, width).swapaxes(0, 1)
     back = collectives.all_to_all(y, dispatch.axes, 0, 0).reshape(-1, width)
-    return combine(back, weights_TK, rows), Lost(jnp.zeros_like(dropped), dropped)
+    return combine(back, rows), Lost(jnp.zeros_like(dropped), dropped)
 
 
 def _ragged(
@@ -133,14 +139,14 @@ def _ragged(
     held, size = dispatch.experts // ways, dispatch.rows(chosen_TK.shape[0], chosen_TK.shape[1], ways)
     rows, sizes_E, _ = sort(chosen_TK, dispatch.experts, chosen_TK.size)
     plan, from_nG, overflow = _plan(sizes_E.reshape(ways, held), size, dispatch.axes)
-    arrived = _exchange(dispatch, size, spread(x_TD, rows), plan)
+    arrived, weights = (_exchange(dispatch, size, a, plan) for a in (spread(x_TD, rows), carry(weights_TK, rows)[:, None]))
     # What has arrived lies device by device, each device's rows by expert. Now by expert.
     row_R, ends = jnp.arange(size, dtype=jnp.int32), jnp.cumsum(from_nG.reshape(-1))
     expert_R = jnp.where(row_R < ends[-1], (ends[None, :] <= row_R[:, None]).sum(1, dtype=jnp.int32) % held, held)
     again, sizes_G, _ = sort(expert_R[:, None], held, size)
-    y_RD = collect(experts(spread(arrived, again), sizes_G), again)[:, 0]
+    y_RD = combine(experts(spread(arrived, again), carry(weights, again), sizes_G), again)
     back = _exchange(dispatch, chosen_TK.size, y_RD, Plan(plan.back, plan.there))
-    return combine(back, weights_TK, rows), Lost(overflow, jnp.zeros_like(overflow))
+    return combine(back, rows), Lost(overflow, jnp.zeros_like(overflow))
 
 
 class Plan(NamedTuple):

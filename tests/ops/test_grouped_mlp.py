@@ -15,9 +15,9 @@ from jaxpar.plan.work import measure
 R, D, F, G = 37, 6, 5, 4
 
 
-def three(x, gate, up, down, sizes, activation, block=0):
+def three(x, weight, gate, up, down, sizes, activation, block=0):
     hidden = gated(grouped_matmul(x, gate, sizes, block), grouped_matmul(x, up, sizes, block), activation)
-    return grouped_matmul(hidden, down, sizes, block)
+    return grouped_matmul((hidden * weight[:, None]).astype(x.dtype), down, sizes, block)
 
 
 @functools.cache
@@ -31,7 +31,7 @@ def program(function, activation, block):
 
 def drawn(dtype=np.float64):
     rng = np.random.default_rng(0)
-    weights = [rng.normal(size=shape) for shape in ((G, F, D), (G, F, D), (G, D, F))]
+    weights = [rng.normal(size=shape) for shape in ((R,), (G, F, D), (G, F, D), (G, D, F))]
     return jax.tree.map(lambda a: jnp.asarray(a, dtype), (rng.normal(size=(R, D)), weights, rng.normal(size=(R, D))))
 
 
@@ -41,19 +41,19 @@ def test_equals_three_grouped_matmuls(sizes, activation):
     x, weights, dy = drawn()
     got = program(grouped_mlp, activation, 8)(x, weights, np.array(sizes, np.int32), dy)
     want = program(three, activation, 8)(x, weights, np.array(sizes, np.int32), dy)
-    assert len(got) == 5
+    assert len(got) == 6
     for a, b in zip(got, want, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-13)
 
 
 def test_equals_a_loop():
-    x, (gate, up, down), _ = drawn()
+    x, (weight, gate, up, down), _ = drawn()
     sizes = [9, 0, 17, 5]
-    got = np.asarray(grouped_mlp(x, gate, up, down, jnp.asarray(sizes), "silu", 8))
+    got = np.asarray(grouped_mlp(x, weight, gate, up, down, jnp.asarray(sizes), "silu", 8))
     group = np.repeat(np.arange(G), sizes)
     for r, g in enumerate(group):
         a, b = gate[g] @ x[r], up[g] @ x[r]
-        np.testing.assert_allclose(got[r], down[g] @ (a / (1 + np.exp(-a)) * b), rtol=1e-11)
+        np.testing.assert_allclose(got[r], weight[r] * (down[g] @ (a / (1 + np.exp(-a)) * b)), rtol=1e-11)
     assert not got[len(group) :].any()
 
 
@@ -71,7 +71,9 @@ def test_cost_and_memory():
     """11 matmuls of the rows, at most 4% more; no array of R rows by F, which three matmuls have."""
     rows, width, wide, groups = 32768, 8, 32, 4
     x = jax.ShapeDtypeStruct((rows, width), jnp.float32)
-    weights = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((groups, wide, width), (groups, wide, width), (groups, width, wide))]
+    weights = [
+        jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((rows,), (groups, wide, width), (groups, wide, width), (groups, width, wide))
+    ]
     sizes = jax.ShapeDtypeStruct((groups,), jnp.int32)
     fused, apart = (program(function, "silu", 0).lower(x, weights, sizes, x).compile() for function in (grouped_mlp, three))
     once = 2 * rows * width * wide

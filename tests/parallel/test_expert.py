@@ -56,8 +56,8 @@ def _program(shape, dispatch):
 
     def local(x, weights, chosen, up, down, dy):
         def forward(x, weights, up, down):
-            def experts(rows, sizes):
-                return grouped_matmul(jnp.tanh(grouped_matmul(rows, up, sizes, 8)), down, sizes, 8)
+            def experts(rows, weights, sizes):
+                return grouped_matmul(jnp.tanh(grouped_matmul(rows, up, sizes, 8)) * weights[:, None], down, sizes, 8)
 
             return moe(x, weights, chosen, experts, dispatch)
 
