@@ -85,16 +85,23 @@ def dot_shape(program: Program, dot: Instruction) -> tuple[int, int, int, int]:
 
 
 def attention_flops(instruction: Instruction) -> tuple[float, bool]:
-    """FLOPs of a cuDNN attention call, and whether it is the backward. Two products forward, five backward; half of each if causal."""
+    """FLOPs of a cuDNN attention call as it runs, and whether it is the backward. Two products forward, five backward."""
+    backward = "Backward" in instruction.attributes
+    pairs, width = attention_pairs(instruction)
+    return (10.0 if backward else 4.0) * pairs * width, backward
+
+
+def attention_pairs(instruction: Instruction) -> tuple[float, int]:
+    """Scores of a cuDNN attention call that count, over batch and heads, and the head width. Half of the matrix where it is causal, of a
+    window (which cuDNN has causal only) what it holds."""
     found = re.search(r"backend_config=(\{.*\})", instruction.attributes)
     config = json.loads(found.group(1))["cudnn_fmha_backend_config"] if found else {}
     *batch, queries, keys = (int(n) for n in config["intermediate_tensor_shape"]["dimensions"])
-    backward = "Backward" in instruction.attributes
     width = next(a.shape for a in instruction.results if len(a.shape) == 4)[-1]
-    pairs = math.prod(batch) * queries * keys * (0.5 if "CAUSAL" in config.get("mask_type", "") else 1.0)
+    seen = queries * keys * (0.5 if "CAUSAL" in config.get("mask_type", "") else 1.0)
     if (window := int(config.get("sliding_window_length") or 0)) and window < keys:
-        pairs = math.prod(batch) * (queries * window - window * window / 2)
-    return (10.0 if backward else 4.0) * pairs * width, backward
+        seen = queries * window - window * window / 2
+    return math.prod(batch) * seen, width
 
 
 def _whole(program: Program, instruction: Instruction) -> float:

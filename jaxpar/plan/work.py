@@ -3,8 +3,8 @@
     measure      compiled text -> Work: matmuls, attention, Pallas kernels by their grid, custom calls by name, large copies
     model_flops  the model's own count, all devices together
 
-Both count causal attention as half of the score matrix, and the backward of attention as two forwards: cuDNN computes scores again
-inside its backward kernel, which is the price of not keeping them and not the program's doing.
+Both count causal attention as half of the score matrix, of a window what it holds, and the backward of attention as two forwards: cuDNN
+computes scores again inside its backward kernel, which is the price of not keeping them and not the program's doing.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from jaxpar.config import Config
 from jaxpar.models.decoder import Decoder
 from jaxpar.params import flatten
+from jaxpar.plan.costs import ATTENTION, attention_pairs
 from jaxpar.plan.hlo import Instruction, Program, parse
 from jaxpar.plan.kernels import Launch, launches, total_flops
 from jaxpar.plan.loops import executions, matmul_flops
@@ -48,16 +49,14 @@ def _target(instruction: Instruction) -> str:
     return found.group(1) if found else ""
 
 
-def attention_flops(program: Program, instruction: Instruction) -> int:
-    """Of one call of cuDNN's fused attention: 4 B N S T H forward, twice that backward, half where it is causal; else 0."""
+def attention_flops(instruction: Instruction) -> int:
+    """Of one call of cuDNN's fused attention, by the scores that `costs.attention_pairs` counts: 4 H for each forward, twice that backward;
+    else 0."""
     target = _target(instruction)
-    if not target.startswith("__cudnn$fmha"):
+    if not target.startswith(ATTENTION):
         return 0
-    query, key = (program.operands(instruction)[n].results[0].shape for n in (0, 1))
-    batch, length, heads, width = query
-    full = 4 * batch * heads * length * key[1] * width
-    causal = '"mask_type": "CAUSAL"' in instruction.attributes or '"mask_type":"CAUSAL"' in instruction.attributes
-    return full * (2 if "Backward" in target else 1) // (2 if causal else 1)
+    pairs, width = attention_pairs(instruction)
+    return round((8 if "Backward" in target else 4) * pairs * width)
 
 
 def measure(text: str, kernels: Mapping[str, int] | None = None) -> Work:
@@ -68,7 +67,7 @@ def measure(text: str, kernels: Mapping[str, int] | None = None) -> Work:
     attention = 0
     for each, count in executions(program, lambda each: float(each.opcode == "custom-call")):
         calls[_target(each)] += count
-        attention += count * attention_flops(program, each)
+        attention += count * attention_flops(each)
     launched = launches(program)
     return Work(matmul_flops(text), attention, total_flops(launched, kernels or {}), dict(calls), launched, large_copies(program))
 

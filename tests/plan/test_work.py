@@ -7,7 +7,7 @@ import pytest
 from jax.experimental import pallas as pl
 
 from jaxpar.config import Config, DataConfig, ModelConfig, TrainConfig
-from jaxpar.plan import kernels, work
+from jaxpar.plan import costs, kernels, work
 from jaxpar.plan.hlo import parse
 
 
@@ -16,23 +16,37 @@ def program(*lines, computations=""):
     return f"HloModule step\n\n{computations}\nENTRY %main (p: f32[8]) -> f32[8] {{\n{body}\n}}\n"
 
 
-def attention(target, mask):
-    backend = f'backend_config={{"cudnn_fmha_backend_config":{{"mask_type":"{mask}"}}}}'
+def attention(target, mask, window=0):
+    shape = '"intermediate_tensor_shape":{"dimensions":["2","4","128","256"]}'
+    config = f'"mask_type":"{mask}","sliding_window_length":{window},{shape}'
     return program(
         "%q = bf16[2,128,4,64]{3,2,1,0} parameter(0)",
         "%k = bf16[2,256,2,64]{3,2,1,0} parameter(1)",
-        f'ROOT %o = (bf16[2,128,4,64]{{3,2,1,0}}, u8[0]{{0}}) custom-call(%q, %k, %k), custom_call_target="{target}", {backend}',
+        f'ROOT %o = (bf16[2,128,4,64]{{3,2,1,0}}, u8[0]{{0}}) custom-call(%q, %k, %k), custom_call_target="{target}", '
+        f'backend_config={{"cudnn_fmha_backend_config":{{{config}}}}}',
     )
 
 
 @pytest.mark.parametrize(
-    ("target", "mask", "share"),
-    [("__cudnn$fmhaSoftmax", "NO_MASK", 1), ("__cudnn$fmhaSoftmax", "CAUSAL", 0.5), ("__cudnn$fmhaSoftmaxBackward", "CAUSAL", 1)],
+    ("target", "mask", "window", "share"),
+    [
+        ("__cudnn$fmhaSoftmax", "NO_MASK", 0, 1),
+        ("__cudnn$fmhaSoftmax", "CAUSAL", 0, 0.5),
+        ("__cudnn$fmhaSoftmaxBackward", "CAUSAL", 0, 1),
+        ("__cudnn$fmhaSoftmax", "CAUSAL", 256, 0.5),
+        ("__cudnn$fmhaSoftmax", "CAUSAL", 32, (32 - 32 * 32 / (2 * 128)) / 256),
+        ("__cudnn$fmhaSoftmaxBackward", "CAUSAL", 32, 2 * (32 - 32 * 32 / (2 * 128)) / 256),
+    ],
 )
-def test_attention_is_counted_from_shapes(target, mask, share):
-    done = work.measure(attention(target, mask))
+def test_attention_is_counted_from_shapes(target, mask, window, share):
+    """In a window of 32 keys a query sees 32, the first 32 queries fewer: as `model_flops` has it. The backward runs five products and
+    counts as four."""
+    text = attention(target, mask, window)
+    done = work.measure(text)
     assert done.flops == done.attention == share * 4 * 2 * 4 * 128 * 256 * 64
     assert done.calls == {target: 1}
+    (call,) = (each for each in parse(text).computations["main"].instructions.values() if each.opcode == "custom-call")
+    assert costs.attention_flops(call)[0] == done.flops * (1.25 if "Backward" in target else 1)
 
 
 BACKEND = 'debug = false, grid_x = 4 : i32, grid_y = 2 : i32, grid_z = 1 : i32, ir = "name = \\"no\\"", name = "tiled", num_warps = 4 : i32'
