@@ -62,7 +62,7 @@ def plugin_present() -> bool:
 def devices(hardware: Hardware, nodes: int, gpus_per_node: int) -> Sequence[Any]:
     """The GPUs of `nodes` hosts, each a process of its own, with no GPU needed.
 
-    Raises ValueError where the CUDA plugin is missing or of another version than jax.
+    Raises ValueError where the CUDA plugin is missing or of another version than jax, and for a `target` that XLA does not understand.
     """
     install = f'pip install "jax[cuda13]=={jax.__version__}"'
     if not plugin_present():
@@ -73,6 +73,9 @@ def devices(hardware: Hardware, nodes: int, gpus_per_node: int) -> Sequence[Any]
         )
     except NotImplementedError:
         raise ValueError(f"JAX's CUDA plugin did not load (another version than jax {jax.__version__}?): {install}") from None
+    except jax.errors.JaxRuntimeError as error:  # the parser of protos says what it does not know in its first line
+        said = str(error).partition(": ")[2] or str(error)
+        raise ValueError(f"{hardware.name}: target: XLA does not take it: {' '.join(said.split())}") from None
     return found.devices
 
 

@@ -9,6 +9,7 @@ Bandwidths are bytes/s that one GPU sends in one direction, peaks are dense FLOP
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -40,6 +41,31 @@ class Fractions:
     attention_forward: float
     attention_backward: float
     memory: float
+
+
+SECTIONS: dict[str, Any] = {"node": Link, "network": Link, "fractions": Fractions}
+# What XLA must be told of a GPU to compile for it, and the peaks that costs are computed from.
+TARGET = (
+    "threads_per_block_limit",
+    "threads_per_warp",
+    "shared_memory_per_block",
+    "shared_memory_per_core",
+    "shared_memory_per_block_optin",
+    "threads_per_core_limit",
+    "core_count",
+    "fpus_per_core",
+    "block_dim_limit_x",
+    "block_dim_limit_y",
+    "block_dim_limit_z",
+    "l2_cache_size",
+    "clock_rate_ghz",
+    "cuda_compute_capability",
+    "registers_per_core_limit",
+    "registers_per_block_limit",
+)
+PEAKS = ("bfloat16", "float32")
+WHOLE = ("memory", "gpus_per_node", *(f"target.{key}" for key in TARGET if key != "clock_rate_ghz"))
+MAY_BE_0 = ("launch", "kernel", "latency", "minor")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,21 +134,42 @@ def load(name: str) -> Hardware:
 
 
 def _hardware(name: str, raw: Mapping[str, Any]) -> Hardware:
-    wanted = {each.name for each in fields(Hardware)} - {"name"}
-    if set(raw) != wanted:
-        raise ValueError(f"needs the keys {', '.join(sorted(wanted))}; {', '.join(sorted(set(raw) ^ wanted))} missing or unknown")
-    sections = {"node": Link, "network": Link, "fractions": Fractions}
-    built = {key: sections[key](**value) if key in sections else value for key, value in raw.items()}
-    _check_numbers({key: value for key, value in raw.items() if key not in ("description", "target", "sources")})
-    sourced = set(raw["sources"])
-    if missing := wanted - {"sources", "description"} - sourced:
-        raise ValueError(f"sources: {', '.join(sorted(missing))} without a source")
+    _needs("", raw, {each.name for each in fields(Hardware)} - {"name"})
+    for section in ("target", "peak_flops", "node", "network", "fractions", "sources"):
+        if not isinstance(raw[section], Mapping):
+            raise ValueError(f"{section}: {raw[section]!r} is not a section of keys and values")
+    description = raw["description"]
+    if not isinstance(description, str) or not description or set(description) & set('"\\\n'):
+        raise ValueError(f"description: {description!r} is not NVIDIA's name of a GPU")
+    _needs("target: ", raw["target"], set(TARGET))
+    if missing := [dtype for dtype in PEAKS if dtype not in raw["peak_flops"]]:
+        raise ValueError(f"peak_flops: {', '.join(missing)} missing")
+    for section, kind in SECTIONS.items():
+        _needs(f"{section}: ", raw[section], {each.name for each in fields(kind)})
+    _check_numbers({key: value for key, value in raw.items() if key not in ("description", "sources")})
+    if missing := sorted(set(raw) - {"sources", "description"} - {key for key, source in raw["sources"].items() if source}):
+        raise ValueError(f"sources: {', '.join(missing)} without a source")
+    built: dict[str, Any] = {key: SECTIONS[key](**value) if key in SECTIONS else value for key, value in raw.items()}
     return Hardware(name=name, **built)
 
 
+def _needs(where: str, section: Mapping[str, Any], wanted: set[str]) -> None:
+    if wrong := sorted(map(str, set(section) ^ wanted)):
+        raise ValueError(f"{where}needs the keys {', '.join(sorted(wanted))}; {', '.join(wrong)} missing or unknown")
+
+
 def _check_numbers(values: Mapping[str, Any], where: str = "") -> None:
+    """All but text is a finite number above 0, of those in `MAY_BE_0` of 0 or more; a fraction at most 1; bytes and counts whole."""
     for key, value in values.items():
+        name = f"{where}{key}"
         if isinstance(value, Mapping):
-            _check_numbers(value, f"{where}{key}.")
-        elif isinstance(value, bool) or not isinstance(value, (int, float)) or value < 0:
-            raise ValueError(f"{where}{key}: {value!r} is not a number of 0 or more")
+            _check_numbers(value, f"{name}.")
+            continue
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            raise ValueError(f"{name}: {value!r} is not a number")
+        if value < 0 or (value == 0 and key not in MAY_BE_0):
+            raise ValueError(f"{name}: {value!r} must be {'0 or more' if key in MAY_BE_0 else 'above 0'}")
+        if name in WHOLE and not isinstance(value, int):
+            raise ValueError(f"{name}: {value!r} is not a whole number")
+        if (key == "fraction" or where == "fractions.") and value > 1:
+            raise ValueError(f"{name}: {value!r} is more than 1, all of the peak")

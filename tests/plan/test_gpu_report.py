@@ -1,5 +1,6 @@
 """`jaxpar compile`: runs of real size, the command and its files, what a user gets wrong, and a run that does not fit."""
 
+import dataclasses
 import json
 import os
 import time
@@ -101,6 +102,13 @@ def test_bad_input_is_one_line(arguments, message, capsys):
     assert cli.main(["compile", str(FOLDER / "llama3_8b_h100x8.yaml"), "--set", "model.layers=2", *arguments]) == 2
     err = capsys.readouterr().err
     assert err.startswith(f"jaxpar: error: {message}") and err.count("\n") == 1, err
+
+
+def test_a_target_that_xla_does_not_take_is_one_line():
+    """What the file's own checks cannot know, as of a field that this XLA has no more."""
+    h100 = hardware.load("h100")
+    with pytest.raises(ValueError, match="^h100_sxm: target: XLA does not take it: [^\n]+$"):
+        compiling.devices(dataclasses.replace(h100, target={**h100.target, "cores": 5}), 1, 1)
 
 
 def test_out_of_memory_is_a_verdict():
