@@ -49,8 +49,8 @@ def working_bytes(config: Config) -> int:
 
 def predicted_peak(config: Config) -> int:
     """The larger of two moments: the loss (whole table of the head, its float32 gradient, one chunk of logits and their gradient) and
-    the backward of a layer (gathered weights, gradients on their way, the layer's working set). Both hold state, batch, gradient buffers
-    and what the forward saved."""
+    the backward of the last layer (gathered weights, gradients on their way, the head's whole one among them, the layer's working set).
+    Both hold state, batch, gradient buffers and what the forward saved."""
     model, train = config.model, config.train
     held = formulas.state_bytes(config) + formulas.batch_bytes(config) + kept_bytes(config)
     size = jnp.dtype(train.compute_dtype).itemsize
@@ -62,7 +62,7 @@ def predicted_peak(config: Config) -> int:
     )
     chunk = min(train.loss_chunk, b * s) * head // model.width
     loss = head * (size + 4) + chunk * (4 + 2 * size) + 3 * size * b * s * model.width
-    layer = working_bytes(config)
+    layer = working_bytes(config) + head * _sent_itemsize(config)
     return round(held + _buffers(config) + max(loss + _kept_weights(config), layer + _moving(config)))
 
 
@@ -84,8 +84,13 @@ def _kept_weights(config: Config) -> int:
     return size * sum(weight.total // (n if config.train.zero == 3 and weight.split else 1) for weight in layers)
 
 
+def _sent_itemsize(config: Config) -> int:
+    """Of a gradient that waits to be sent: microbatch by microbatch in the dtype of the reduction, else as it came."""
+    return jnp.dtype(config.train.reduce_dtype if config.train.zero >= 2 else config.train.compute_dtype).itemsize
+
+
 def _moving(config: Config) -> int:
-    """Weights of the layer in use and the next, gradients of this layer and the last on their way."""
-    size = jnp.dtype(config.train.compute_dtype).itemsize
+    """Weights of the layer in use and the next, the gradient of this layer, and that of the last on its way."""
+    size, level = jnp.dtype(config.train.compute_dtype).itemsize, config.train.zero
     layer = sum(weight.elements for weight in formulas.weights(config) if weight.layers)
-    return _kept_weights(config) + size * layer * (2 * (config.train.zero == 3) + 2 * (config.train.zero >= 2))
+    return _kept_weights(config) + layer * (2 * size * (level == 3) + (size + _sent_itemsize(config)) * (level >= 2))

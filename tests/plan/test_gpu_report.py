@@ -14,9 +14,6 @@ from tests.plan import gpu
 from tests.plan.gpu import FOLDER, MARKS
 
 pytestmark = MARKS
-# The formula of the peak knows nothing of a ring's working set (keys and their gradients of two steps under way), which shows where a row
-# is a million tokens on 64 devices and little else is kept: 14.4 predicted, 17.0 GiB compiled.
-ROOM = {"llama3_8b_1m_h100x64": 0.16}
 PARTS = ["parameters", "optimizer", "weights", "gradients", "activations", "rest"]
 
 
@@ -28,7 +25,7 @@ def test_runs_of_real_size_fit_and_are_predicted(run):
     assert report["fits"] and report["unexpected"] == []
     assert sum(held["parts"].values()) == held["peak"] and list(held["parts"]) == PARTS
     assert 0 <= held["parts"]["rest"] < 0.02 * held["peak"]
-    assert held["predicted_peak"] == pytest.approx(held["peak"], rel=ROOM.get(run, 0.10))
+    assert held["predicted_peak"] == pytest.approx(held["peak"], rel=0.10)
     assert all(row["bytes"] == row["expected_bytes"] for row in report["collectives"])
     ratio = {"attention": 1.34, "block": 1.34}.get(compiled.config.train.remat, 1.005)
     assert report["flops"]["program"] <= ratio * report["flops"]["model"]
