@@ -60,9 +60,12 @@ def train(config: Config, devices: Sequence[jax.Device] | None = None, until: in
         stack.enter_context(whole_or_absent(*(folder for folder in (config.checkpoint.folder, config.log.folder) if folder)))
         stopped = stack.enter_context(_stop_signals())  # until the last save is complete
         checkpoints = _open_checkpoints(stack, training)
-        if checkpoints is not None and checkpoints.latest() is not None:
-            _check_resumable(checkpoints, resolved, tokens, tokenizer)
-        state, first = _first_state(training, checkpoints)
+        latest = checkpoints.latest() if checkpoints is not None else None
+        if checkpoints is not None and latest is not None:
+            _check_resumable(checkpoints, latest, resolved, tokens, tokenizer)
+            state, first = _restored(training, checkpoints, latest), latest
+        else:
+            state, first = training.init(), 0
         log = stack.enter_context(MetricsLog(config.log.folder, resumed=first)) if config.log.folder else None
         progress = stack.enter_context(Progress(config.train.steps, first))
         for line in _describe(training, first):
@@ -118,13 +121,11 @@ def _open_checkpoints(stack: contextlib.ExitStack, training: Training) -> Checkp
     return stack.enter_context(Checkpoints(folder, training.config.checkpoint.keep))
 
 
-def _check_resumable(checkpoints: Checkpoints, resolved: dict[str, Any], tokens: Tokens, tokenizer: Tokenizer | None) -> None:
-    """Refuse to go on with a run whose configuration, tokenizer or data are others than those it began with.
+def _check_resumable(checkpoints: Checkpoints, step: int, resolved: dict[str, Any], tokens: Tokens, tokenizer: Tokenizer | None) -> None:
+    """Refuse to go on from `step` with a run whose configuration, tokenizer or data are others than those it began with.
 
     A field that did not exist when the checkpoint was written takes its default, which is what the run did then.
     """
-    step = checkpoints.latest()
-    assert step is not None
     try:
         saved = configfile.dump(configfile.from_dict(checkpoints.config(step)))
     except (ValueError, KeyError) as error:
@@ -138,13 +139,10 @@ def _check_resumable(checkpoints: Checkpoints, resolved: dict[str, Any], tokens:
         check_data(checkpoints.folder, tokens)
 
 
-def _first_state(training: Training, checkpoints: Checkpoints | None) -> tuple[State, int]:
-    """The latest checkpoint's state, whatever mesh wrote it, or a fresh one; and the steps it has behind it."""
-    step = checkpoints.latest() if checkpoints is not None else None
-    if checkpoints is None or step is None:
-        return training.init(), 0
+def _restored(training: Training, checkpoints: Checkpoints, step: int) -> State:
+    """The state of a checkpoint, whatever mesh wrote it."""
     types = padding.trimmed_types(training.abstract_state, training.gradients.specs)
-    return padding.pad(checkpoints.restore(step, types), training.abstract_state), step
+    return padding.pad(checkpoints.restore(step, types), training.abstract_state)
 
 
 def _describe(training: Training, first: int) -> list[str]:
