@@ -20,6 +20,8 @@ import logging
 import math
 import os
 import shutil
+import sys
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
@@ -40,8 +42,16 @@ def _not_orbax(record: logging.LogRecord) -> bool:
     return f"{os.sep}orbax{os.sep}" not in record.pathname
 
 
-# A failed write is raised to whoever saved; Orbax logs it too, from each of its threads, with as many tracebacks.
+def _not_from_orbax(record: logging.LogRecord) -> bool:
+    """False for an exception that passed through Orbax's code, which nobody was left to take."""
+    trace = record.exc_info[2] if record.exc_info else None
+    return not any(f"{os.sep}orbax{os.sep}" in frame.f_code.co_filename for frame, _ in traceback.walk_tb(trace))
+
+
+# A failed write is raised to whoever saved; Orbax logs it too, from each of its threads, with as many tracebacks, and so does
+# asyncio for each of the other writes that fail after the first.
 logging.getLogger("absl").addFilter(_not_orbax)
+logging.getLogger("asyncio").addFilter(_not_from_orbax)
 
 
 def check_writable(folder: str | Path, field: str = "checkpoint.folder", needed: int = 0) -> None:
@@ -252,7 +262,7 @@ class _Failures:
         self.folder = folder
 
     def __enter__(self) -> None:
-        return None
+        _pass_over_late_writers()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if isinstance(error, Exception) and not isinstance(error, (AssertionError, TypeError)):
@@ -260,6 +270,20 @@ class _Failures:
                 f"checkpoint.folder: saving in {self.folder} failed, complete steps are untouched: "
                 f"free space or choose another folder ({_line(error)})"
             ) from error
+
+
+def _pass_over_late_writers() -> None:
+    """Keep sys.unraisablehook from printing what threads of a failed save report to its event loop, which is closed by then."""
+    before = sys.unraisablehook
+    if getattr(before, "passes_over_late_writers", False):
+        return
+
+    def hook(failure: sys.UnraisableHookArgs) -> None:
+        if failure.exc_type is not RuntimeError or "Event loop is closed" not in str(failure.exc_value):
+            before(failure)
+
+    hook.passes_over_late_writers = True  # type: ignore[attr-defined]
+    sys.unraisablehook = hook
 
 
 def _line(error: BaseException) -> str:

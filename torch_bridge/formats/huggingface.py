@@ -245,7 +245,7 @@ def whole_folder(path: Path) -> Iterator[Path]:
             path.rmdir()
         temporary.rename(path)
     except BaseException as error:
-        _remove(temporary)
+        _remove(temporary, absences=5)
         with contextlib.suppress(OSError):
             for parent in made:
                 parent.rmdir()
@@ -255,13 +255,16 @@ def whole_folder(path: Path) -> Iterator[Path]:
         raise
 
 
-def _remove(folder: Path) -> None:
-    """Also where threads of a writer that failed still make files in it, for a moment."""
+def _remove(folder: Path, absences: int = 1) -> None:
+    """Until it is gone `absences` times in a row: threads of a writer that failed make files, and the folder, for a moment more."""
+    seen = 0
     for _ in range(50):
-        shutil.rmtree(folder, ignore_errors=True)
-        if not folder.exists():
+        seen = 0 if folder.exists() else seen + 1
+        if seen == absences:
             return
-        time.sleep(0.1)
+        shutil.rmtree(folder, ignore_errors=True)
+        if absences > 1 or folder.exists():
+            time.sleep(0.1)
 
 
 def shards(tensors: Mapping[str, View], most: int) -> list[list[str]]:
