@@ -14,8 +14,8 @@ from pathlib import Path
 
 from jaxpar.plan.hlo import Array, Instruction, Program, arrays
 
-# What holds the values of its operand.
-SAME = ("copy", "bitcast", "transpose", "convert", "copy-start")
+# What holds the values of its operand, or some of them.
+SAME = ("copy", "bitcast", "transpose", "convert", "copy-start", "reshape", "slice", "dynamic-slice")
 
 
 @dataclass(frozen=True)
@@ -86,13 +86,18 @@ def _index(text: str | None) -> tuple[int, ...]:
 
 
 def origin(program: Program, places: dict[str, Instruction], name: str, index: tuple[int, ...]) -> Instruction | None:
-    """The instruction that really made a buffer: behind copies, bitcasts, tuples and the start of a loop."""
+    """The instruction that really made a buffer: behind copies, slices, tuples, and the elements that loops carry. Of one that a loop does
+    not change, what it starts with; else what its body puts there."""
+    loops = {each.attribute("body"): each for each in places.values() if each.opcode == "while"}
     instruction = places.get(name)
     for _ in range(50):
         if instruction is None:
             return None
         operands = program.operands(instruction)
-        if instruction.opcode in ("while", "optimization-barrier") and operands:
+        loop = instruction if instruction.opcode == "while" else loops.get(instruction.computation)
+        if loop is not None and index and instruction.opcode in ("while", "parameter"):
+            instruction = _carried(program, loop, index[0]) or program.operands(loop)[0]
+        elif instruction.opcode in ("while", "optimization-barrier") and operands:
             instruction = operands[0]
         elif instruction.opcode == "tuple" and index and index[0] < len(operands):
             instruction, index = operands[index[0]], index[1:]
@@ -100,6 +105,33 @@ def origin(program: Program, places: dict[str, Instruction], name: str, index: t
             instruction, index = operands[0], (int(instruction.attribute("index") or 0), *index)
         elif operands and (instruction.opcode in SAME or instruction.opcode.endswith("-done")):
             instruction = operands[0]
+        elif (behind := _behind(program, instruction, index)) is not None:
+            instruction, index = behind, ()
         else:
             return instruction
     return instruction
+
+
+def _carried(program: Program, loop: Instruction, place: int) -> Instruction | None:
+    """The tuple at the end of the loop's body, if it changes what is carried at `place`."""
+    body = program.computations.get(loop.attribute("body") or "")
+    if body is None or (end := body.instructions[body.root]).opcode != "tuple":
+        return None
+    value = program.operands(end)[place]
+    while value.opcode in SAME:
+        value = program.operands(value)[0]
+    same = value.opcode == "get-tuple-element" and int(value.attribute("index") or 0) == place
+    return None if same and program.operands(value)[0].opcode == "parameter" else end
+
+
+def _behind(program: Program, fusion: Instruction, index: tuple[int, ...]) -> Instruction | None:
+    """The operand that a fusion only copies or slices."""
+    inner = program.computations.get(fusion.attribute("calls") or "") if fusion.opcode == "fusion" else None
+    if inner is None:
+        return None
+    value = inner.instructions[inner.root]
+    if value.opcode == "tuple" and index:
+        value = program.operands(value)[index[0]]
+    while value.opcode in SAME:
+        value = program.operands(value)[0]
+    return program.operands(fusion)[int(value.literal)] if value.opcode == "parameter" else None

@@ -27,34 +27,72 @@ SMALL = 2**20
 
 
 def parts(config: Config, training: Training, text: str, alive: Alive, fullest: int) -> dict[str, int]:
-    """The peak by what it holds. Masters and optimizer state are exact; temporaries are told apart by size, dtype and origin."""
+    """The peak by what it holds. Masters and optimizer state are exact; temporaries are told apart by shape and by what made them."""
+    found = {"parameters": _local_bytes(training.abstract_state["params"]), "optimizer": _local_bytes(training.abstract_state["optimizer"])}
+    found |= temporaries(config, text, alive)
+    return {**found, "rest": fullest - sum(found.values())}
+
+
+def temporaries(config: Config, text: str, alive: Alive) -> dict[str, int]:
+    """Bytes of `weights`, `gradients` and `activations` among the buffers of SMALL or more that are alive.
+
+    What is not shaped as a parameter is an activation. Of the rest, weights are what was cast or gathered from the masters, activations
+    what the forward computed and may have a dim of tokens (the loss adds up the head's
+    gradient there, in the masters' dtype), and gradients all else.
+    """
     program = parse(text)
     places = {name: each for computation in program.computations.values() for name, each in computation.instructions.items()}
-    found = {"parameters": _local_bytes(training.abstract_state["params"]), "optimizer": _local_bytes(training.abstract_state["optimizer"])}
-    found |= {"weights": 0, "gradients": 0, "activations": 0}
-    sizes = _weight_sizes(config)
-    compute = jnp.dtype(config.train.compute_dtype).name
+    shapes, found = weight_shapes(config), {"weights": 0, "gradients": 0, "activations": 0}
+    compute, master = (jnp.dtype(name).name for name in (config.train.compute_dtype, config.train.master_dtype))
+    (rows, length), least = formulas.microbatch(config), max(1, formulas.microbatch(config)[1] // config.mesh.tensor)
     for buffer in alive.buffers:
         if buffer.argument or buffer.bytes < SMALL:
             continue
-        if buffer.array.size not in sizes:
+        if _dims(buffer.array.shape) not in shapes:
             found["activations"] += buffer.bytes
             continue
         made = origin(program, places, buffer.instruction, buffer.index)
         opcode, source = (made.opcode, made.source) if made else ("", "")
-        gathered = "all-gather" in opcode or "all_gather" in source or "convert_element_type" in source or opcode == "parameter"
-        found["weights" if gathered and buffer.array.dtype == compute else "gradients"] += buffer.bytes
-    found["rest"] = fullest - sum(found.values())
+        argument = made is not None and opcode == "parameter" and made.computation == program.entry
+        forward = "jvp(" in source and "transpose(" not in source
+        of_tokens = any(size % least == 0 and rows * length % size == 0 for size in buffer.array.shape)
+        if buffer.array.dtype == compute and (argument or "all-gather" in opcode or "all_gather" in source):
+            found["weights"] += buffer.bytes
+        elif forward and of_tokens and (buffer.array.dtype == compute or buffer.array.dtype != master):
+            found["activations"] += buffer.bytes
+        else:
+            found["gradients"] += buffer.bytes
     return found
 
 
-def _weight_sizes(config: Config) -> set[int]:
-    """Elements that an array of one parameter may have: a layer or all, whole or split by ZeRO."""
-    n, sizes = formulas.replicas(config), set()
+def _dims(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """A shape without its order and without ones: the same for a transposed array."""
+    return tuple(sorted(size for size in shape if size > 1))
+
+
+def weight_shapes(config: Config) -> set[tuple[int, ...]]:
+    """Dims that an array of one parameter may have: one layer, all, or all but the last; whole, one dim split by ZeRO, or that dim as
+    (replicas, share); neighbouring dims merged, as matmuls see heads and their width."""
+    n, found = formulas.replicas(config), set()
     for weight in formulas.weights(config):
-        for size in (weight.elements, weight.total):
-            sizes |= {size, size // n} if weight.split else {size}
-    return {size for size in sizes if size > 1}
+        shapes = [weight.shape]
+        if weight.split:
+            for place, size in enumerate(weight.shape):
+                if size % n == 0:
+                    before, after = weight.shape[:place], weight.shape[place + 1 :]
+                    shapes += [(*before, size // n, *after), (*before, n, size // n, *after)]
+        for shape in shapes:
+            for stack in {(), (weight.layers,), (weight.layers - 1,)} if weight.layers else {()}:
+                found |= {_dims((*stack, *merged)) for merged in _merged(shape)}
+    return found - {()}
+
+
+def _merged(shape: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """`shape`, and with neighbours multiplied together in every way."""
+    if len(shape) < 2:
+        return [shape]
+    rest = _merged(shape[1:])
+    return [way for inner in rest for way in ((shape[0], *inner), (shape[0] * inner[0], *inner[1:]))]
 
 
 def _local_bytes(tree: Any) -> int:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxpar.config import Config, DataConfig, MeshShape, ModelConfig, TrainConfig
-from jaxpar.plan import buffers, formulas, peak
+from jaxpar.plan import buffers, formulas, memory, peak
 from jaxpar.plan.hlo import parse
 
 SIZE = 256
@@ -62,6 +62,41 @@ def test_the_origin_of_a_buffer_is_behind_copies_tuples_and_loops():
     assert buffers.origin(program, places, "nothing", ()) is None
 
 
+LOOP = """HloModule m
+
+%carried (c: (f32[512,512], f32[512,512])) -> (f32[512,512], f32[512,512]) {
+  %c = (f32[512,512]{1,0}, f32[512,512]{1,0}) parameter(0)
+  %kept = f32[512,512]{1,0} get-tuple-element(%c), index=0
+  %old = f32[512,512]{1,0} get-tuple-element(%c), index=1
+  %new = f32[512,512]{1,0} add(%old, %kept)
+  ROOT %end = (f32[512,512]{1,0}, f32[512,512]{1,0}) tuple(%kept, %new)
+}
+
+%cut (a: f32[8,512,512]) -> f32[512,512] {
+  %a = f32[8,512,512]{2,1,0} parameter(0)
+  %b = f32[1,512,512]{2,1,0} slice(%a), slice={[0:1], [0:512], [0:512]}
+  ROOT %d = f32[512,512]{1,0} bitcast(%b)
+}
+
+ENTRY %main (p: f32[8,512,512]) -> f32[512,512] {
+  %p = f32[8,512,512]{2,1,0} parameter(0)
+  %s = f32[512,512]{1,0} fusion(%p), kind=kLoop, calls=%cut
+  %z = f32[512,512]{1,0} broadcast(%k)
+  %t = (f32[512,512]{1,0}, f32[512,512]{1,0}) tuple(%s, %z)
+  %w = (f32[512,512]{1,0}, f32[512,512]{1,0}) while(%t), condition=%x, body=%carried
+  ROOT %e = f32[512,512]{1,0} get-tuple-element(%w), index=1
+}
+"""
+
+
+@pytest.mark.parametrize("name, index, made", [("c", (0,), "p"), ("c", (1,), "new"), ("w", (0,), "p"), ("e", (), "new"), ("s", (), "p")])
+def test_the_origin_of_what_a_loop_carries(name, index, made):
+    """What the body leaves alone is what the loop started with, behind a slice; what it changes is what it puts there."""
+    program = parse(LOOP)
+    places = {name: each for computation in program.computations.values() for name, each in computation.instructions.items()}
+    assert buffers.origin(program, places, name, index).name == made
+
+
 MODEL = ModelConfig(vocabulary=1024, width=512, layers=8, heads=8, kv_heads=4, head_width=64, mlp_width=1024)
 
 
@@ -101,3 +136,34 @@ def test_the_predicted_peak_falls_with_zero_and_devices():
     assert levels == sorted(levels, reverse=True)
     wider = dataclasses.replace(config(), mesh=MeshShape(data=4, tensor=4))
     assert peak.predicted_peak(wider) < peak.predicted_peak(config())
+
+
+def test_buffers_are_told_apart_by_shape_and_origin():
+    """Arrays of a gate's 512 × 1024 elements: tokens by width, a layer's weight gathered, its gradient, and one shaped like tokens and
+    weight at once, which only its origin tells."""
+    alike = dataclasses.replace(config(batch=4, zero=1), mesh=MeshShape(data=4, tensor=1))  # 1024 tokens, 1024 wide MLP
+    name = "jit(step)/while/body"
+    lines = {
+        "gathered": ("bf16[1024,512]", "all-gather(%p)", "all_gather"),
+        "cast": ("bf16[1024,512]", "convert(%p)", "convert_element_type"),
+        "gradient": ("bf16[512,1024]", "negate(%p)", "transpose(jvp())/dot_general"),
+        "zeros": ("bf16[8,1024,512]", "broadcast(%k)", "broadcast"),
+        "forward": ("bf16[1024,512]", "negate(%p)", "jvp()/dot_general"),
+        "halves": ("bf16[2,512,512]", "negate(%p)", "transpose(jvp())/dot_general"),
+    }
+    text = "\n".join(
+        ["HloModule m", "", "ENTRY %main (p: f32[512,1024]) -> f32[] {", "  %p = f32[512,1024]{1,0} parameter(0)"]
+        + [f'  %{key} = {shape} {made}, metadata={{op_name="{name}/{source}"}}' for key, (shape, made, source) in lines.items()]
+        + ["}", ""]
+    )
+    places = parse(text).computations["main"].instructions
+    alive = [buffers.Buffer(key, (), places[key].results[0], places[key].results[0].bytes, False) for key in lines]
+    one = 2 * 512 * 1024
+    found = memory.temporaries(alike, text, buffers.Alive("p", tuple(alive)))
+    assert found == {"weights": 2 * one, "gradients": 9 * one, "activations": 2 * one}
+
+
+def test_shapes_of_a_parameter():
+    shapes = memory.weight_shapes(config())  # 8 layers, 4 replicas, 4 of 8 heads on a device
+    assert {(512, 512), (128, 512), (4, 128, 512), (8, 512, 512), (7, 512, 512), (4, 64, 512), (256, 512)} <= shapes
+    assert not {(2, 1024, 512), (512, 1024, 4), (8, 1024, 512), (4, 512, 1024)} & shapes, "tokens"
