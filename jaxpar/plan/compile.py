@@ -137,6 +137,7 @@ def report(compiled: Compiled, simulation: simulate.Simulation | None = None) ->
     memory       see `memory.measure`; `fits` in the `usable` bytes, cuDNN's workspace included
     collectives  {axis, kind, asynchronous, count, bytes, expected_bytes}, `bytes` sent by one GPU over a ring; `unexpected` with sources
     flops        {program, model}
+    counted_at_most  loops that end early at run time, as attention's where a layer has its own window: work and time are then upper bounds
     time         see `simulated`
     custom_calls by name; `kernels` of Pallas with their grid; `copies` of large buffers
     """
@@ -150,6 +151,7 @@ def report(compiled: Compiled, simulation: simulate.Simulation | None = None) ->
         "collectives": rows,
         "unexpected": unexpected,
         "flops": {"program": done.flops, "model": work.model_flops(config) / config.mesh.devices},
+        "counted_at_most": done.at_most,
         "time": simulated(compiled, simulation),
         "compile_seconds": compiled.compile_seconds,
         "fits": held["peak"] + held["attention_workspace"] <= usable,

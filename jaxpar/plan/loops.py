@@ -1,6 +1,7 @@
 """How often each instruction of a compiled program runs.
 
 trip_count    iterations of one loop
+at_most       loops that may run less often than counted
 executions    every instruction that runs, with how often it does (loops, calls, fusions and branches followed)
 matmul_flops  2 M N K of every matrix product, so counted
 """
@@ -48,10 +49,41 @@ def _call_operands(program: Program, computation: str, opcodes: tuple[str, ...])
 
 
 def trip_count(program: Program, loop: Instruction) -> int:
-    """How often the body of a `while` runs: XLA's own count, else from a counter that is compared with a constant.
+    """How often the body of a `while` runs: XLA's own count, else from a counter that is compared with a constant, else at most as often
+    as `tile_pairs` says.
 
-    Raises ValueError when neither is there.
+    Raises ValueError when none of them is there.
     """
+    try:
+        return _exact(program, loop)
+    except ValueError:
+        if pairs := tile_pairs(program, loop):
+            return pairs
+        raise
+
+
+def tile_pairs(program: Program, loop: Instruction) -> int:
+    """Rows of the table of (query tile, key tile) that a loop of blockwise attention goes through (`ops/tiles.py`), 0 of any other loop.
+    Where each layer has its own window, the loop ends as early as the window allows, at run time; it never runs more often than this."""
+    body = program.computations[loop.attribute("body") or ""].instructions.values()
+    inner = [program.computations[name] for each in body if each.opcode == "fusion" and (name := each.attribute("calls"))]
+    constants = [each for each in (*body, *(one for c in inner for one in c.instructions.values())) if each.opcode == "constant"]
+    tables = [array.shape for each in constants for array in each.results if array.dtype == "int32"]
+    return max((shape[0] for shape in tables if len(shape) == 2 and shape[1] == 2), default=0)
+
+
+def at_most(program: Program) -> list[Instruction]:
+    """Loops whose count is only known to be at most their `tile_pairs`."""
+    found = []
+    for each in (one for c in program.computations.values() for one in c.instructions.values() if one.opcode == "while"):
+        try:
+            _exact(program, each)
+        except ValueError:
+            found += [each] if tile_pairs(program, each) else []
+    return found
+
+
+def _exact(program: Program, loop: Instruction) -> int:
     known = re.search(r'"known_trip_count":\{"n":"(\d+)"\}', loop.attributes)
     if known:
         return int(known.group(1))

@@ -122,6 +122,11 @@ def _work(config: Config, report: dict[str, Any]) -> str:
         f"\nWork of one GPU: {program / unit:.1f} {name} in matmuls and attention, {program / model:.3f} of the model's "
         f"{model / unit:.1f} (remat {config.train.remat}); custom calls: {calls}"
     ]
+    if loops := report["counted_at_most"]:
+        lines.append(
+            f"an upper bound, as is the time: {loops} loops over tiles of attention end where a layer's window does, at run time, and are "
+            "counted as if there were none"
+        )
     for each in report["kernels"]:
         flops = f"{each['flops'] * each['count'] / 1e12:.3f} TFLOP" if each["flops"] else "no matmul"
         lines.append(f"kernel {each['name']}: {each['count']} launches of a grid of {' × '.join(map(str, each['grid']))}, {flops}")

@@ -20,7 +20,7 @@ from jaxpar.params import flatten
 from jaxpar.plan.costs import ATTENTION, attention_pairs
 from jaxpar.plan.hlo import Instruction, Program, parse
 from jaxpar.plan.kernels import Launch, launches, total_flops
-from jaxpar.plan.loops import executions, matmul_flops
+from jaxpar.plan.loops import at_most, executions, matmul_flops
 
 MOVES = {"copy", "transpose"}
 # A copy of this many bytes is worth a line.
@@ -30,7 +30,7 @@ LARGE_COPY = 64 * 2**20
 @dataclass(frozen=True)
 class Work:
     """FLOPs of one GPU in a step. `calls` says how often each custom call runs, `launches` the grid of Pallas kernels, `copies` the bytes
-    of copies of LARGE_COPY or more, by array and JAX's name of it."""
+    of copies of LARGE_COPY or more, by array and JAX's name of it, `at_most` the loops that may run less often than they are counted."""
 
     matmul: int
     attention: int
@@ -38,6 +38,7 @@ class Work:
     calls: dict[str, int]
     launches: list[Launch]
     copies: dict[str, int]
+    at_most: int
 
     @property
     def flops(self) -> int:
@@ -69,7 +70,8 @@ def measure(text: str, kernels: Mapping[str, int] | None = None) -> Work:
         calls[_target(each)] += count
         attention += count * attention_flops(each)
     launched = launches(program)
-    return Work(matmul_flops(text), attention, total_flops(launched, kernels or {}), dict(calls), launched, large_copies(program))
+    kernel = total_flops(launched, kernels or {})
+    return Work(matmul_flops(text), attention, kernel, dict(calls), launched, large_copies(program), len(at_most(program)))
 
 
 def large_copies(program: Program) -> dict[str, int]:

@@ -52,6 +52,16 @@ def test_twice_the_tokens_are_twice_the_activations_and_no_more_weights():
     assert long["activations"] == pytest.approx(2 * short["activations"], rel=0.02)
 
 
+def test_layers_with_windows_of_their_own_are_counted_at_most():
+    """Forward and backward: a loop each. As much as without any window, but that cuDNN's kernels do not have."""
+    model = dataclasses.replace(MODEL, windows=(512, 0), layers=4)
+    config = Config(model=model, data=DataConfig(sequence=2048, documents="joined"), train=TrainConfig(batch=2, loss_chunk=256))
+    compiled = compiling.compile_run(config, hardware.load("h100"))
+    report = compiling.report(compiled)
+    assert report["counted_at_most"] == 2 and report["flops"]["program"] > report["flops"]["model"]
+    assert "an upper bound, as is the time: 2 loops over tiles" in show.text(compiled, report)
+
+
 def processor_seconds():
     """Of this process and of those that it started (ptxas), on all cores together."""
     return sum(os.times()[:4])

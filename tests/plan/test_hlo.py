@@ -7,8 +7,10 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
+from jaxpar.ops.blockwise import block_forward
+from jaxpar.ops.tiles import Marks, Masking
 from jaxpar.plan.hlo import buffers_at_least, parse
-from jaxpar.plan.loops import executions, matmul_flops
+from jaxpar.plan.loops import at_most, executions, matmul_flops
 
 M, K, OUTER, INNER = 32, 48, 3, 5
 
@@ -61,6 +63,22 @@ def test_a_loop_of_unknown_length_is_an_error_if_it_holds_what_is_counted(endles
     with pytest.raises(ValueError, match="trip count unknown"):
         matmul_flops(endless)
     assert [count for _, count in executions(parse(endless), lambda each: each.opcode == "while")] == [1]
+
+
+def test_tiles_of_attention_with_a_window_that_is_an_array_are_counted_at_most():
+    """Four tiles a side have ten pairs on and below the diagonal: two products each, whatever the window turns out to be."""
+
+    def attend(q, window):
+        positions = jnp.broadcast_to(jnp.arange(64, dtype=jnp.int32), (1, 64))
+        masking = Masking(scale=1.0, ordered=True, block=16)
+        return block_forward(masking, q, q, q, Marks(positions, positions, window=window))[0]
+
+    q, window = jax.ShapeDtypeStruct((1, 64, 2, 8), jnp.float32), jax.ShapeDtypeStruct((), jnp.int32)
+    text = jax.jit(attend).lower(q, window).compile().as_text()
+    assert matmul_flops(text) == 10 * 2 * (2 * 2 * 16 * 16 * 8)
+    assert len(at_most(parse(text))) == 1
+    known = jax.jit(lambda q: attend(q, None)).lower(q).compile().as_text()
+    assert matmul_flops(known) == matmul_flops(text) and at_most(parse(known)) == [], "control"
 
 
 @pytest.mark.parametrize(
