@@ -66,6 +66,7 @@ class Case:
     length: int = 32
     segments: tuple[tuple[int, ...], ...] | None = None
     platform: str = "cpu"
+    dtype: str = "float64"
 
     def __str__(self) -> str:
         return "-".join(str(getattr(self, name)) for name in CHOICES)
@@ -132,7 +133,7 @@ def compiled(case: Case):
     split = P(None, "seq")
 
     def local(arrays, window, sinks):
-        q, k, v, do = (arrays[name] for name in ("q", "k", "v", "do"))
+        q, k, v, do = (arrays[name].astype(case.dtype) for name in ("q", "k", "v", "do"))
         marks = {name: arrays[name] for name in arrays if name.endswith("_BS")}
 
         def run(q, k, v, sinks):
@@ -152,7 +153,7 @@ def compiled(case: Case):
             )
 
         o, pullback = jax.vjp(run, q, k, v, sinks)
-        return o, *pullback(do)
+        return jax.tree.map(lambda x: x.astype(jnp.float64), (o, *pullback(do)))
 
     specs = (dict.fromkeys(given, split), P(), P())
     mapped = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=(*[split] * 4, P()), check_vma=True)

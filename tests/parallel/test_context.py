@@ -154,6 +154,16 @@ def test_blocks_for_cudnn(layout, mask, monkeypatch):
     assert bool(taken) == ((layout, mask) != ("striped", "window 13"))
 
 
+def test_sums_in_bfloat16():
+    """Root mean square error of a ring over 8 devices against float64; with shares of one step added up in bfloat16, dk is 0.0056 and dv
+    0.0043 off."""
+    case = Case(ways=8, length=64, dtype="bfloat16")
+    given = {name: np.asarray(jnp.asarray(x, jnp.bfloat16), np.float64) for name, x in inputs(case).items()}
+    pairs = zip(compiled.__wrapped__(case)(given, None)[:4], right(case, given)[:4], strict=True)
+    _, _, dk, dv = errors = [float(np.sqrt(((a - b) ** 2).mean() / (b**2).mean())) for a, b in pairs]
+    assert max(errors) < 2**-7 and dk < 0.0054 and dv < 0.0041
+
+
 # ---- negative controls: programs that are wrong and run
 
 

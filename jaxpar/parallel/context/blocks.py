@@ -11,7 +11,7 @@ Source: Liu et al., "Ring Attention with Blockwise Transformers" (2023); log-sum
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -90,6 +90,18 @@ def _stack(x: jax.Array, slots: list[Slot]) -> jax.Array:
     return jnp.concatenate([x[slot] if isinstance(slot, int) else lax.dynamic_index_in_dim(x, slot, keepdims=False) for slot in slots])
 
 
+def _apart(parts: Sequence[jax.Array], slots: list[Slot], count: int) -> jax.Array:
+    """[count, B, ...] in float32 or wider: each part at its slot, those of one slot added up."""
+    dtype = _statistics(parts[0])
+
+    def at(place: int) -> jax.Array:
+        zero = jnp.zeros_like(parts[0], dtype=dtype)
+        chosen = [(part.astype(dtype), slot) for part, slot in zip(parts, slots, strict=True) if not isinstance(slot, int) or slot == place]
+        return sum((part if isinstance(slot, int) else jnp.where(slot == place, part, 0) for part, slot in chosen), zero)
+
+    return jnp.stack([at(place) for place in range(count)])
+
+
 def _statistics(x: jax.Array) -> jnp.dtype:
     return jnp.promote_types(x.dtype, jnp.float32)
 
@@ -160,25 +172,26 @@ def _attend_backward(settings: Settings, residuals: tuple, do: jax.Array) -> tup
         queries, *outputs = (_stack(x, q_slots) for x in q_side)
         k_stacked, v_stacked = (_stack(x, k_slots) for x in keys)
         found = walk.kernels.backward(call, step, queries, k_stacked, v_stacked, tuple(outputs))
-        shares = tuple(jnp.zeros_like(x) for x in keys)
-        for (q_slot, k_slot), *one in zip(call.pairs, *(jnp.split(x, len(q_slots)) for x in found), strict=True):
+        parts = []
+        for q_slot, *one in zip(q_slots, *(jnp.split(x, len(q_slots)) for x in found), strict=True):
             valid = schedule.valid(step, walk.group, q_slot) if checked else None
             one = one if valid is None else [jnp.where(valid, x, 0) for x in one]
             dq = dq.at[q_slot].add(one[0].astype(dq.dtype))
-            shares = tuple(x.at[k_slot].add(part) for x, part in zip(shares, one[1:], strict=True))
-        return dq, shares
+            parts.append(one[1:])
+        return dq, tuple(_apart(part, k_slots, schedule.slots) for part in zip(*parts, strict=True))
 
-    home = tuple(jnp.zeros_like(x) for x in own)
+    firsts = []
     for call in schedule.first():
         dq, shares = meet(dq, own, call, 0, checked=False)
-        home = tuple(map(jnp.add, home, shares))
+        firsts.append(shares)
+    home = tuple(sum(shares).astype(x.dtype) for x, *shares in zip(own, *firsts, strict=True))
 
     def body(carry: tuple, keys: Parts, span: Span, step: Any) -> tuple:
         dq, sums = carry
         sums = None if sums is None else walk.source.before(sums)
         for call in schedule.calls(span, step, walk.group):
             dq, shares = meet(dq, keys, call, step, checked=True)
-            sums = walk.source.sums(shares) if sums is None else walk.source.collect(sums, shares, step)
+            sums = walk.source.sums(shares, keys) if sums is None else walk.source.collect(sums, shares, step)
         return dq, sums
 
     dq, sums = walk.steps(following, (dq, None), body, apart=True)

@@ -4,7 +4,9 @@
     Gathered     gather: an all-gather before the first step; a reduce-scatter of the gradients after the last
 
     open(parts) -> state      here(state, step) -> parts      on(state) -> state
-    collect(sums, shares, step) -> sums                       home(sums, own) -> parts
+    sums(shares, keys) -> sums                                collect(sums, shares, step) -> sums
+    home(sums, own) -> parts
+Shares come in float32 or wider.
 B batch, C tokens of a chunk.
 """
 
@@ -42,7 +44,7 @@ class Travelling:
         devices = [(a * inner + i, b * inner + i) for a, b in pairs for i in range(inner)]
         if all(a == b for a, b in devices):
             stays = [a for a, _ in pairs]
-            return x * jnp.isin(self.group, jnp.array(stays, jnp.int32)).astype(x.dtype) if stays else jnp.zeros_like(x)
+            return jnp.where(jnp.isin(self.group, jnp.array(stays, jnp.int32)), x, 0) if stays else jnp.zeros_like(x)
         return permute(x, self.axis, devices[1:] + devices[:1] if self.again else devices)
 
     def open(self, parts: Parts) -> Parts:
@@ -66,22 +68,23 @@ class Travelling:
         early = jnp.where(self.group == 0, x[1], early) if round_again else early
         return jnp.stack([early, late])
 
-    def sums(self, shares: Parts) -> Parts:
-        """The gradients of the keys of step 1."""
-        return shares
+    def sums(self, shares: Parts, keys: Parts) -> Parts:
+        """The gradients of the keys of step 1, in their dtype, in which they travel."""
+        return tuple(x.astype(key.dtype) for x, key in zip(shares, keys, strict=True))
 
     def before(self, sums: Parts) -> Parts:
         """What has been collected so far for the keys of the next step."""
         return tuple(self._further(x, round_again=True) for x in sums)
 
     def collect(self, sums: Parts, shares: Parts, step: jax.Array | int) -> Parts:
-        return tuple((a.astype(jnp.promote_types(a.dtype, jnp.float32)) + b).astype(a.dtype) for a, b in zip(sums, shares, strict=True))
+        """Added up in the dtype of the shares and rounded to that of the sums, once a step."""
+        return tuple(_plus(a, b) for a, b in zip(sums, shares, strict=True))
 
     def home(self, sums: Parts | None, own: Parts) -> Parts:
         """Gradients of this device's own keys: what the others collected comes back in one jump."""
         if sums is None:
             return own
-        return tuple(a + self._back(x).astype(a.dtype) for a, x in zip(own, sums, strict=True))
+        return tuple(_plus(a, self._back(x)) for a, x in zip(own, sums, strict=True))
 
     def _back(self, x: jax.Array) -> jax.Array:
         ring, steps = self.schedule.layout.ring, self.schedule.steps
@@ -118,7 +121,7 @@ class Gathered:
     def on(self, state: Parts) -> Parts:
         return state
 
-    def sums(self, shares: Parts) -> Parts:
+    def sums(self, shares: Parts, keys: Parts) -> Parts:
         ring = self.schedule.layout.ring
         wide = tuple(
             jnp.zeros_like(x, shape=(ring * x.shape[0], *x.shape[1:]), dtype=jnp.promote_types(x.dtype, jnp.float32)) for x in shares
@@ -136,4 +139,9 @@ class Gathered:
     def home(self, sums: Parts | None, own: Parts) -> Parts:
         if sums is None:
             return own
-        return tuple(a + reduce_scatter(x.astype(a.dtype), self.axis, dim=0) for a, x in zip(own, sums, strict=True))
+        return tuple(_plus(a, reduce_scatter(x.astype(a.dtype), self.axis, dim=0)) for a, x in zip(own, sums, strict=True))
+
+
+def _plus(a: jax.Array, b: jax.Array) -> jax.Array:
+    """a + b in float32 or wider, rounded to the dtype of a."""
+    return (a.astype(jnp.promote_types(a.dtype, jnp.float32)) + b).astype(a.dtype)
