@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +34,11 @@ def run(config: Config, request: Request) -> int:
     """
     gpus = hardware.load(request.gpu)
     files = [name for name in (request.json, request.hlo, request.trace, request.png) if name not in (None, "-")]
+    for option in ("hlo", "trace", "png"):
+        if getattr(request, option) == "-":
+            raise ValueError(f"--{option}: - (standard output) is for --json only; give a file's name")
     for name in files:
-        if not Path(name).resolve().parent.is_dir():
-            raise ValueError(f"{name}: there is no folder {Path(name).parent} to write it in")
+        _check_target(name)
     compiled = compiling.compile_run(config, gpus, request.nodes, request.gpus_per_node)
     simulation = simulate.simulate(compiled.text, compiled.mesh, compiled.hardware)
     report = compiling.report(compiled, simulation)
@@ -48,6 +51,17 @@ def run(config: Config, request: Request) -> int:
     if request.json != "-":
         print(show.text(compiled, report, tried))
     return 0
+
+
+def _check_target(name: str) -> None:
+    """ValueError where no file of that name can be written, before minutes of compiling are lost to it."""
+    path = Path(name).resolve()
+    if not path.parent.is_dir():
+        raise ValueError(f"{name}: there is no folder {Path(name).parent} to write it in")
+    if path.is_dir():
+        raise ValueError(f"{name}: is a folder, not a file to write")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ValueError(f"{name}: cannot be written; choose another place")
 
 
 def _write(request: Request, compiled: compiling.Compiled, report: dict[str, Any], simulation: simulate.Simulation) -> None:

@@ -11,6 +11,7 @@ The plugin (`pip install "jax[cuda13]"`) compiles with no GPU present.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib.util
 import math
 import tempfile
@@ -134,6 +135,7 @@ def _without_cache() -> Iterator[None]:
 def report(compiled: Compiled, simulation: simulate.Simulation | None = None) -> dict[str, Any]:
     """Memory, traffic, work and simulated time of one GPU: nested dicts, lists and numbers, in bytes, FLOPs and seconds.
 
+    run          what was compiled: `gpu`, `gpus`, and the settings of `mesh`, `model` and `train`
     memory       see `memory.measure`; `fits` in the `usable` bytes, cuDNN's workspace included
     collectives  {axis, kind, asynchronous, count, bytes, expected_bytes}, `bytes` sent by one GPU over a ring; `unexpected` with sources
     flops        {program, model}
@@ -147,6 +149,11 @@ def report(compiled: Compiled, simulation: simulate.Simulation | None = None) ->
     done = work.measure(compiled.text, compiled.kernel_flops)
     usable = usable_bytes(compiled.hardware)
     return {
+        "run": {
+            "gpu": compiled.hardware.name,
+            "gpus": config.mesh.devices,
+            **{name: dataclasses.asdict(getattr(config, name)) for name in ("mesh", "model", "train")},
+        },
         "memory": held,
         "collectives": rows,
         "unexpected": unexpected,

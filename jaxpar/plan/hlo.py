@@ -78,6 +78,12 @@ class Instruction:
         found = re.search(r'op_name="([^"]*)"', self.attributes)
         return found.group(1) if found else self.name
 
+    @property
+    def frame(self) -> str:
+        """The number of its stack frame in the tables at the head of the text; "" where XLA gives none."""
+        found = re.search(r"stack_frame_id=(\d+)", self.attributes)
+        return found.group(1) if found else ""
+
 
 @dataclass(frozen=True)
 class Computation:

@@ -1,7 +1,8 @@
 """What a compiled program sends beside what its strategy should: one row for each axis and kind, and what nobody expected.
 
 compare   text, mesh, formulas -> (rows, unexpected)
-sources   where instructions come from, file and line, from the tables at the head of the text
+missing   rows of which the program sends less than the formulas say
+sources   where instructions come from, files and lines, from the tables at the head of the text
 """
 
 from __future__ import annotations
@@ -50,9 +51,14 @@ def compare(text: str, mesh: Mesh, expected: Iterable[Collective]) -> tuple[list
     return rows, _unexpected(groups, wanted, sources(text))
 
 
+def missing(rows: Iterable[Row]) -> list[Row]:
+    """Those rows that fall short of their formula by more than a millionth."""
+    return [row for row in rows if row["bytes"] < row["expected_bytes"] * (1 - 1e-6)]
+
+
 def _unexpected(groups: dict[tuple[tuple[str, ...], str], list[Collective]], wanted: dict[Any, float], where: dict[str, str]) -> list[Row]:
-    """What exceeds `wanted`: all of a kind and axes that the formulas do not have, added up by source; else the excess, at the source that
-    sends most."""
+    """What exceeds `wanted`: of a kind and axes that the formulas do not have all of it, a row for each source; else the excess in one row
+    with every source that sends some of it, the largest first, since nothing tells which of them is too much."""
     found = []
     for (axes, kind), group in groups.items():
         total, formula = sum(each.bytes for each in group), wanted.get((axes, kind), 0.0)
@@ -60,28 +66,48 @@ def _unexpected(groups: dict[tuple[tuple[str, ...], str], list[Collective]], wan
             continue
         places: dict[str, list[Collective]] = defaultdict(list)
         for each in group:
-            places[where.get(each.source, each.source)].append(each)
+            places[f"{where[each.frame]} ({each.source})" if each.frame in where else each.source].append(each)
         ordered = sorted(places.items(), key=lambda item: -sum(each.bytes for each in item[1]))
-        for source, here in ordered[: 1 if formula else None]:
-            size = total - formula if formula else sum(each.bytes for each in here)
+        if formula:
+            ordered = [(" or ".join(name for name, _ in ordered), group)]
+        for source, here in ordered:
+            size = sum(each.bytes for each in here) - formula
             count = sum(each.count for each in here)
             found.append({"axis": _axis(axes), "kind": kind, "count": count, "bytes": round(size), "source": source})
     return found
 
 
+WRAPPERS = "jaxpar/parallel/collectives.py"  # every collective is called there, so that says nothing
+
+
 def sources(text: str) -> dict[str, str]:
-    """JAX's name of an operation -> "file:line (name)", for every name that the text gives a stack frame."""
+    """Number of a stack frame -> "file:line", the innermost outside of the collectives' wrappers; and where that is not a model's file,
+    " in file:line" of the innermost of a model that called it."""
     names = dict(re.findall(r'^(\d+) "([^"]*)"$', _table(text, "FileNames"), re.M))
     locations = {
-        number: (names.get(file, "?"), line)
+        number: (_short(names.get(file, "?")), line)
         for number, file, line in re.findall(r"^(\d+) \{file_name_id=(\d+).*? line=(\d+)", _table(text, "FileLocations"), re.M)
     }
-    frames = dict(re.findall(r"^(\d+) \{file_location_id=(\d+)", _table(text, "StackFrames"), re.M))
+    frames = {
+        int(number): (location, int(parent or 0))
+        for number, location, parent in re.findall(
+            r"^(\d+) \{file_location_id=(\d+)(?: parent_frame_id=(\d+))?", _table(text, "StackFrames"), re.M
+        )
+    }
+    # XLA counts parents from one, with no parent as one, where frames themselves are numbered from one: then a frame seems its own parent.
+    shift = int(any(number == parent for number, (_, parent) in frames.items()))
     found = {}
-    for name, frame in re.findall(r'op_name="([^"]+)"[^\n]*?stack_frame_id=(\d+)', text):
-        if frame in frames and frames[frame] in locations:
-            file, line = locations[frames[frame]]
-            found[name] = f"{_short(file)}:{line} ({name})"
+    for number in frames:
+        places: list[tuple[str, str]] = []
+        frame = number
+        while frame in frames and len(places) < len(frames):
+            location, parent = frames[frame]
+            places.append(locations.get(location, ("?", "0")))
+            frame = parent - shift
+        outside = [place for place in places if place[0] != WRAPPERS] or places
+        model = next((place for place in outside if place[0].startswith("jaxpar/models/")), outside[0])
+        called = "" if model == outside[0] else f" in {':'.join(model)}"
+        found[str(number)] = f"{':'.join(outside[0])}{called}"
     return found
 
 

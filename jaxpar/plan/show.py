@@ -7,7 +7,7 @@ from typing import Any
 
 from jaxpar.config import Config
 from jaxpar.mesh import TENSOR
-from jaxpar.plan import knobs, work
+from jaxpar.plan import knobs, sent, work
 from jaxpar.plan.compile import Compiled
 from jaxpar.plan.report import table
 
@@ -111,7 +111,10 @@ def _traffic(report: dict[str, Any]) -> str:
     lines = [table(f"Sent by one GPU in a step: {total:.3f} GB", ("axis", "kind", "", "count", "GB", "formula"), rows)]
     for each in report["unexpected"]:
         lines.append(f"unexpected: {each['axis']} {each['kind']} {each['bytes'] / 1e6:.3f} MB from {each['source']}")
-    return "\n".join(lines if report["unexpected"] else [*lines, "nothing unexpected"])
+    for row in sent.missing(report["collectives"]):
+        less = (row["expected_bytes"] - row["bytes"]) / 1e6
+        lines.append(f"missing: {row['axis']} {row['kind']} {less:.3f} MB that the formulas expect are not sent")
+    return "\n".join(lines if len(lines) > 1 else [*lines, "nothing unexpected"])
 
 
 def _work(config: Config, report: dict[str, Any]) -> str:

@@ -49,6 +49,7 @@ class Collective:
     dtype         as sent, numpy's name
     asynchronous  started and finished apart, so that other work may run meanwhile
     source        JAX's name of the operation
+    frame         number of its stack frame in the program's text, "" where there is none (`sent.sources`)
     """
 
     kind: str
@@ -60,6 +61,7 @@ class Collective:
     dtype: str
     asynchronous: bool
     source: str
+    frame: str = ""
 
 
 @dataclass(frozen=True)
@@ -176,7 +178,7 @@ def recorded(program: Program, instruction: Instruction, count: int, asynchronou
     apart = asynchronous or instruction.opcode.endswith("-start")
     apart = apart and '"is_sync":true' not in instruction.attributes
     return [
-        Collective(kind, axes, group, count, ring_bytes(kind, group, payload), payload, dtype, apart, instruction.source)
+        Collective(kind, axes, group, count, ring_bytes(kind, group, payload), payload, dtype, apart, instruction.source, instruction.frame)
         for dtype, payload in payloads.items()
     ]
 

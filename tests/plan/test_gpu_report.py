@@ -85,8 +85,9 @@ def test_the_8b_report_takes_less_than_20_seconds(command):
 
 def test_the_command_writes_its_report(command):
     report, folder, _ = command
-    keys = {"memory", "collectives", "unexpected", "flops", "time", "compile_seconds", "fits"}
+    keys = {"run", "memory", "collectives", "unexpected", "flops", "time", "compile_seconds", "fits"}
     assert keys <= set(report) and report["compile_seconds"] > 0
+    assert report["run"]["gpus"] == 64 and report["run"]["mesh"]["tensor"] == 8 and report["run"]["model"]["layers"] == 32
     assert {"arguments", "temporaries", "peak", "predicted_peak", "parts"} <= set(report["memory"])
     for row in report["collectives"]:
         assert set(row) == {"axis", "kind", "asynchronous", "count", "bytes", "expected_bytes"}
