@@ -44,7 +44,9 @@ def run(config: Config, request: Request) -> int:
     report = compiling.report(compiled, simulation)
     tried: list[knobs.Alternative] = []
     if request.knobs or not report["fits"]:
-        changes = knobs.lighter(config) if not report["fits"] else {**knobs.lighter(config), **knobs.faster(config)}
+        changes = knobs.lighter(config, report["usable"] - report["memory"]["attention_workspace"])
+        if report["fits"]:
+            changes |= knobs.faster(config)
         tried = knobs.compare(changes, gpus, request.nodes, request.gpus_per_node)
     report["alternatives"] = [dataclasses.asdict(each) for each in tried]
     _write(request, compiled, report, simulation)

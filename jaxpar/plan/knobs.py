@@ -9,13 +9,16 @@ best      the fastest that fits, or where nothing fits the smallest
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Mapping
 from typing import Any
+
+import jax
 
 from jaxpar import rules
 from jaxpar.config import REMAT, Config
 from jaxpar.plan import compile as compiling
-from jaxpar.plan import memory
+from jaxpar.plan import memory, peak
 from jaxpar.plan.hardware import Hardware
 
 
@@ -56,16 +59,22 @@ def _finer(config: Config) -> list[int]:
     return [n for n in range(train.accumulation + 1, local + 1) if local % n == 0]
 
 
-def lighter(config: Config) -> dict[str, Config]:
-    """One knob each: less kept for the backward, more sharded, smaller microbatches, a smaller chunk of the loss, narrower gradients; and
-    last all that ZeRO, accumulation and recomputation can do together."""
+def _predicted(config: Config, **train: Any) -> int:
+    return peak.predicted_peak(dataclasses.replace(config, train=dataclasses.replace(config.train, **train)))
+
+
+def lighter(config: Config, usable: int = 0) -> dict[str, Config]:
+    """One knob each: less kept for the backward, more sharded, smaller microbatches (the next number, and the first whose predicted peak is
+    within `usable` bytes), a smaller chunk of the loss, narrower gradients; and last all that ZeRO, accumulation and recomputation can do
+    together."""
     train, mesh = config.train, config.mesh
     policies = REMAT[REMAT.index(train.remat) + 1 :]
     changes: list[Change] = [{"train.remat": policy} for policy in dict.fromkeys((*policies[:1], *policies[-1:]))]
     if train.zero < 3 and mesh.data > 1:
         changes.append({"train.zero": 3})
     finer = _finer(config)
-    changes += [{"train.accumulation": n} for n in finer[:1]]
+    enough = [n for n in finer if _predicted(config, accumulation=n) <= usable]
+    changes += [{"train.accumulation": n} for n in dict.fromkeys((*finer[:1], *enough[:1]))]
     if finer and train.interleave > 1:
         changes.append({"train.interleave": 1, "train.accumulation": train.accumulation * train.interleave})
     if train.loss_chunk > 512:
@@ -74,7 +83,11 @@ def lighter(config: Config) -> dict[str, Config]:
         changes.append({"train.reduce_dtype": "bfloat16"})
     if mesh.tensor > 1 and not train.sequence_parallel:
         changes.append({"train.sequence_parallel": True})
-    most: Change = {"zero": 3, "accumulation": finer[-1] if finer else train.accumulation, "remat": REMAT[-1]}
+    most: Change = {
+        "zero": 3 if mesh.data > 1 else train.zero,
+        "accumulation": finer[-1] if finer else train.accumulation,
+        "remat": REMAT[-1],
+    }
     most = {f"train.{name}": value for name, value in most.items() if value != getattr(train, name)}
     return _changed(config, [*changes, most] if len(most) > 1 else changes)
 
@@ -105,10 +118,15 @@ def faster(config: Config) -> dict[str, Config]:
 
 
 def compare(changes: Mapping[str, Config], hardware: Hardware, nodes: int | None, gpus_per_node: int | None) -> list[Alternative]:
-    """Each of the changed configurations compiled for the same cluster, the smallest peak first."""
+    """Each of the changed configurations compiled for the same cluster, the smallest peak first. One that does not compile is said on
+    stderr and left out: the report of the run itself, minutes old by then, is worth more."""
     found = []
     for change, config in changes.items():
-        compiled = compiling.compile_run(config, hardware, nodes, gpus_per_node)
+        try:
+            compiled = compiling.compile_run(config, hardware, nodes, gpus_per_node)
+        except (ValueError, jax.errors.JaxRuntimeError) as error:
+            print(f"jaxpar: {change} was not tried: {' '.join(str(error).split())[:200]}", file=sys.stderr)
+            continue
         peak = int(compiled.sizes.peak_memory_in_bytes)
         need = peak + memory.attention_workspace(compiled.text)
         seconds = compiling.simulated(compiled)["step_seconds"]

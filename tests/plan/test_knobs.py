@@ -1,7 +1,7 @@
 """Which alternatives are tried, and which is called best."""
 
 from jaxpar.config import Config, DataConfig, MeshShape, ModelConfig, TrainConfig
-from jaxpar.plan import knobs
+from jaxpar.plan import knobs, peak
 from jaxpar.plan.knobs import Alternative
 
 MODEL = ModelConfig(vocabulary=1024, width=64, layers=2, heads=8, kv_heads=4, mlp_width=128)
@@ -32,6 +32,33 @@ def test_what_is_set_already_is_not_tried_again():
     least = config(zero=3, accumulation=8, remat="block", loss_chunk=512, reduce_dtype="bfloat16")
     assert knobs.lighter(least) == {}
     assert "train.zero=3" not in knobs.lighter(config(data=1))
+
+
+def test_as_many_microbatches_as_are_predicted_to_fit():
+    """Of 2, 4 and 8, the first that is within what there is; the next number is tried whatever is predicted."""
+    run = config(batch=16)
+    sizes = [peak.predicted_peak(config(batch=16, accumulation=n)) for n in (2, 4, 8)]
+    assert sizes == sorted(sizes, reverse=True) and len(set(sizes)) == 3
+
+    def tried(usable):
+        return [change for change in knobs.lighter(run, usable) if change.startswith("train.accumulation")]
+
+    assert tried(sizes[1]) == ["train.accumulation=2", "train.accumulation=4"]
+    assert tried(sizes[2]) == ["train.accumulation=2", "train.accumulation=8"]
+    assert tried(sizes[0]) == tried(0) == ["train.accumulation=2"]
+
+
+def test_one_gpu_has_nothing_to_share():
+    assert not any("zero" in change for change in knobs.lighter(config(data=1, tensor=1)))
+
+
+def test_an_alternative_that_does_not_compile_is_left_out(monkeypatch, capsys):
+    def compile_run(run, *cluster):
+        raise ValueError("no plan\nfor it")
+
+    monkeypatch.setattr(knobs.compiling, "compile_run", compile_run)
+    assert knobs.compare({"train.remat=block": config(remat="block")}, None, None, None) == []
+    assert capsys.readouterr().err == "jaxpar: train.remat=block was not tried: no plan for it\n"
 
 
 def test_speed_knobs():
