@@ -15,7 +15,7 @@ from jaxpar.parallel.context import blocks, kernels, schedule, sources
 from jaxpar.parallel.context.layout import Layout
 from tests.parallel.context_cases import CHOICES, TOLERANCE, Case, autodiff, compiled, drawn, gap, inputs, ours, right, sink_logits
 
-PAIRWISE = drawn(52)
+PAIRWISE = drawn(60)
 
 
 @pytest.mark.parametrize("case", PAIRWISE, ids=str)

@@ -45,28 +45,32 @@ def test_bytes_over_seq_are_those_of_the_formulas(method, layout):
 
 
 def transfers(text):
-    """Of every permute of the program: whether attention stands between its start and its done."""
+    """Of every permute of the program, what stands between its start and its done: attention, else matrix products, else other kernels."""
     behind = []
     for computation in re.split(r"\n(?=(?:%|ENTRY))", text):
-        open_, attention = {}, 0
+        open_, done = {}, []
         for line in computation.splitlines():
             if found := re.search(r"%(\S+) = .*\bcollective-permute-start\(", line):
-                open_[found[1]] = attention
+                open_[found[1]] = len(done)
             elif found := re.search(r"collective-permute-done\(.*%(\S+?)\)", line):
-                behind.append(attention > open_.pop(found[1]))
+                between = done[open_.pop(found[1]) :]
+                behind.append(next((kind for kind in ("attention", "products", "other") if kind in between), "nothing"))
             elif "fmhaSoftmax" in line and "custom-call(" in line:
-                attention += 1
+                done.append("attention")
+            elif " fusion(" in line or " custom-call(" in line:
+                done.append("products" if re.search(r"%gemm_fusion|__cublas", line) else "other")
     return behind
 
 
 def test_131k_tokens_hide_the_ring():
-    """At most 5% of the simulated step waits for `seq`."""
+    """Every transfer has work behind it: attention, and at the backward's ends the layer's matmuls, but for one that has element-wise work;
+    of the simulated step at most 2% waits for `seq`."""
     compiled = gpu.compiled(LONG)
     behind = transfers(compiled.text)
-    assert sum(behind) >= 4, "two loops and the last step, forward and backward"
+    assert behind.count("attention") >= 5 and behind.count("nothing") == 0 and behind.count("other") <= 1, behind
     found = simulate(compiled.text, compiled.mesh, compiled.hardware)
-    assert found.exposed("seq") <= 0.05
-    assert compiling.report(compiled)["fits"]
+    assert found.exposed("seq") <= 0.02
+    assert compiling.report(compiled)["fits"] and compiled.sizes.peak_memory_in_bytes <= 17 * 2**30
 
 
 def largest(text):
