@@ -108,6 +108,10 @@ TIED = dataclasses.replace(
 NEIGHBOURS = {
     "one key head, tied, 1+w, score cap": (TIED, {"tensor": 4, "data": 2, "zero": 1}),
     "the same, ZeRO-3, no sequence parallelism": (TIED, {"tensor": 2, "data": 4, "zero": 3, "sequence_parallel": False}),
+    "one layer: no next one to gather ahead, none before to reduce behind": (
+        dataclasses.replace(runs.MODEL, layers=1, windows=(0,)),
+        {"data": 2, "tensor": 2, "zero": 3, "accumulation": 2, "interleave": 2},
+    ),
     "yarn, wide heads": (
         ModelConfig(
             vocabulary=40,
