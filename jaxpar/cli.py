@@ -142,7 +142,7 @@ def _params(args: argparse.Namespace) -> int:
     rules.check_run(config, config.mesh.devices)
     specs = declared(config.model, config.mesh.tensor)
     sizes = {axis: getattr(config.mesh, axis) for axis in rules.AXES}
-    partitions = params.partition_specs(specs, rules.Rules(sizes, rules.DENSE))
+    partitions = params.partition_specs(specs, rules.Rules(sizes, rules.table(config.train)))
     placements = params.zero_placements(specs, partitions, sizes) if config.train.zero else params.map_leaves(lambda path, _: None, specs)
 
     def row(path: str, parameter: params.Parameter, spec: rules.PartitionSpec, placement: rules.Placement | None) -> tuple[str, ...]:

@@ -1,7 +1,7 @@
 """What a run is: frozen, keyword-only dataclasses, validated where they are built. Imports nothing of ours.
 
     Config
-      model       ModelConfig, with RopeConfig      the architecture
+      model       ModelConfig, with MoeConfig, RopeConfig   the architecture
       mesh        MeshShape                         how many devices each named axis takes
       data        DataConfig                        where tokens come from
       optimizer   OptimizerConfig                   update rule and learning-rate schedule
@@ -108,6 +108,60 @@ class RopeConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class MoeConfig:
+    """A mixture of experts in the place of every layer's MLP; `experts` 0, the default, is a dense model.
+
+    Each token passes `per_token` experts of `width` (0: model.mlp_width), chosen by `router` (`jaxpar/ops/router.py` says how, and what
+    `normalise`, `scale` and the groups are), and a shared one of `shared_width` (0: none). `balance` is the scope of the balancing loss,
+    `sequence` or `microbatch`, added with `balance_weight` for each layer; `z_weight` likewise weighs the squared log-sum-exp of logits.
+    """
+
+    experts: int = 0
+    per_token: int = 2
+    width: int = 0
+    shared_width: int = 0
+    router: str = "softmax_topk"
+    normalise: bool = True
+    scale: float = 1.0
+    groups: int = 1
+    kept_groups: int = 1
+    group_best: int = 1
+    balance: str = "sequence"
+    balance_weight: float = 0.0
+    z_weight: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.experts == 0:
+            return
+        require(self.experts >= 1, f"model.moe.experts: {self.experts} must be at least 1, or 0 for a dense model")
+        one_of("model.moe.router", self.router, ("softmax_topk", "topk_softmax", "sigmoid"))
+        one_of("model.moe.balance", self.balance, ("sequence", "microbatch"))
+        require(self.per_token >= 1, f"model.moe.per_token: {self.per_token} must be at least 1")
+        require(
+            self.per_token <= self.experts,
+            f"model.moe.per_token: {self.per_token} experts of a token exceed model.moe.experts {self.experts}",
+        )
+        constant = self.router == "topk_softmax" or self.normalise
+        require(
+            self.per_token > 1 or not constant,
+            "model.moe.per_token: the weight of a single normalised expert is always 1, so its router would learn nothing; "
+            "use router softmax_topk or sigmoid with normalise false",
+        )
+        for name in ("width", "shared_width", "balance_weight", "z_weight"):
+            require(getattr(self, name) >= 0, f"model.moe.{name}: {getattr(self, name)} must not be negative")
+        require(self.scale > 0, f"model.moe.scale: {self.scale} must be positive")
+        for name in ("groups", "kept_groups", "group_best"):
+            require(getattr(self, name) >= 1, f"model.moe.{name}: {getattr(self, name)} must be at least 1")
+        require(self.experts % self.groups == 0, f"model.moe.groups: {self.groups} does not divide model.moe.experts {self.experts}")
+        require(self.kept_groups <= self.groups, f"model.moe.kept_groups: {self.kept_groups} exceeds model.moe.groups {self.groups}")
+        reach = self.kept_groups * self.experts // self.groups
+        require(
+            self.per_token <= reach,
+            f"model.moe.kept_groups: {self.kept_groups} groups hold {reach} experts, fewer than model.moe.per_token {self.per_token}",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """A decoder of the Llama family and its neighbours.
 
@@ -122,6 +176,7 @@ class ModelConfig:
     kv_heads: int = 4
     head_width: int = 0
     mlp_width: int = 688
+    moe: MoeConfig = field(default_factory=MoeConfig)
     rope: RopeConfig = field(default_factory=RopeConfig)
     norm_eps: float = 1e-5
     norm_one_plus: bool = False
@@ -146,6 +201,9 @@ class ModelConfig:
         if self.head_width == 0:
             require(self.width % self.heads == 0, f"model.head_width: width {self.width} does not divide into {self.heads} heads; give it")
             object.__setattr__(self, "head_width", self.width // self.heads)
+        if self.moe.experts and self.moe.width == 0:
+            object.__setattr__(self, "moe", replace(self.moe, width=self.mlp_width))
+        require(not (self.moe.experts and self.mlp_bias), "model.mlp_bias: experts have no biases; set it false")
         require(self.head_width >= 0, f"model.head_width: {self.head_width} must be positive, or 0 for width / heads")
         require(self.head_width % 2 == 0, f"model.head_width: {self.head_width} must be even for rope")
         rotated, least = self.head_width * self.rope.fraction, 4 if self.rope.type == "dynamic" else 2
@@ -302,6 +360,9 @@ class TrainConfig:
     `matmul_precision` is JAX's: with float32 compute, GPUs multiply in TF32 unless it is `highest`.
     `loss_chunk` is the tokens whose logits exist at once, `mlp_chunk` those of a row whose hidden values of the MLP do (0: all; else they
     are computed again in the backward, whatever `remat` says), `attention_block` the queries and keys of one attention tile.
+    Experts are split over `expert_axes` and reached by `expert_dispatch` (`jaxpar/parallel/expert.py`): with `ragged` and `gather` a device
+    has room for `expert_buffer` times its balanced load, with `capacity` an expert for `expert_capacity` times its own, the rest dropped by
+    `expert_priority`.
     `cpu_devices` is how many devices to simulate where JAX runs on CPU, over all processes; absent, or where XLA_FLAGS says how many,
     nothing is changed.
     """
@@ -324,6 +385,11 @@ class TrainConfig:
     loss_chunk: int = 1024
     mlp_chunk: int = 0
     z_loss: float = 0.0
+    expert_axes: tuple[str, ...] = ("expert",)
+    expert_dispatch: str = "ragged"
+    expert_buffer: float = 1.5
+    expert_capacity: float = 1.25
+    expert_priority: str = "position"
     seed: int = 0
     cpu_devices: int | None = None
 
@@ -335,6 +401,11 @@ class TrainConfig:
         for name in ("compute_dtype", "master_dtype", "reduce_dtype"):
             one_of(f"train.{name}", getattr(self, name), ("bfloat16", "float32", "float64"))
         one_of("train.remat", self.remat, REMAT)
+        one_of("train.expert_axes", self.expert_axes, (("expert",), ("expert", "tensor"), ("expert", "seq", "tensor")))
+        one_of("train.expert_dispatch", self.expert_dispatch, ("ragged", "capacity", "gather"))
+        one_of("train.expert_priority", self.expert_priority, ("position", "weight"))
+        require(self.expert_buffer >= 1, f"train.expert_buffer: {self.expert_buffer} must be at least 1, the balanced load")
+        require(self.expert_capacity > 0, f"train.expert_capacity: {self.expert_capacity} must be positive")
         one_of("train.matmul_precision", self.matmul_precision, ("default", "high", "highest"))
         one_of("train.attention", self.attention, ("auto", "blockwise", "cudnn"))
         require(0 <= self.seed < 2**32, f"train.seed: {self.seed} must be in 0 to 2^32 - 1")

@@ -1,6 +1,6 @@
 """Where parameters live: logical axis names to mesh axes, and which dim ZeRO splits further. Strict, nothing is replicated silently.
 
-DENSE            the rules of a dense decoder: logical axis -> mesh axis, or None for whole
+DENSE, table     the rules of a dense decoder: logical axis -> mesh axis, or None for whole
 Rules            rules on a mesh; `spec` gives a parameter's PartitionSpec or says why there is none
 varying_axes     axes over which a parameter's gradient is a partial sum
 zero_placement   the dim that ZeRO splits over the axes that replicate a parameter
@@ -20,7 +20,7 @@ from typing import Protocol
 import jax
 from jax.sharding import PartitionSpec
 
-from jaxpar.config import Config
+from jaxpar.config import Config, TrainConfig
 from jaxpar.mesh import AXES, BATCH, EXPERT, PIPE, REPLICA, TENSOR
 
 Target = str | tuple[str, ...] | None
@@ -34,7 +34,21 @@ DENSE: Mapping[str, Target] = {
     "mlp": TENSOR,
     "embed": None,
     "head_dim": None,
+    "experts": EXPERT,
+    "expert_mlp": None,
+    "router": None,
 }
+
+
+def table(train: TrainConfig) -> Mapping[str, Target]:
+    """The rules of a run: DENSE with experts where `train.expert_axes` puts them."""
+    return {**DENSE, "experts": train.expert_axes}
+
+
+def experts_ways(config: Config) -> int:
+    """Devices that the experts are split over."""
+    return math.prod(getattr(config.mesh, axis) for axis in config.train.expert_axes)
+
 
 # Logical axes of parameters that meet activations split over `tensor`: their gradient is a partial sum there even when they are whole.
 TENSOR_COMPUTED = frozenset({"heads", "kv_heads", "head_dim", "mlp", "vocabulary"})
@@ -191,7 +205,7 @@ def unsharded(parameters: Mapping[str, Dims], specs: Mapping[str, PartitionSpec]
 
 
 # Axes that the mesh has and the train step does not use yet.
-UNUSED_AXES = (PIPE, EXPERT)
+UNUSED_AXES = (PIPE,)
 
 
 def check_run(config: Config, devices: int) -> None:
@@ -207,6 +221,7 @@ def check_run(config: Config, devices: int) -> None:
     heads = model.heads // mesh.tensor, max(model.kv_heads // mesh.tensor, 1)
     config.train.context.check_heads(*heads, mesh.seq)
     _check_precision(config)
+    _check_experts(config)
     if mesh.pipe > model.layers:
         raise ValueError(f"mesh.pipe: {mesh.pipe} stages for model.layers {model.layers}; use at most {model.layers}")
     trained = config.data.tokenizer is None and config.data.source != "tokens"
@@ -275,6 +290,32 @@ def _check_sequence(config: Config) -> None:
     reach = rope.reach
     if reach is not None and length > reach:
         warnings.warn(f"data.sequence: {length} tokens reach past the {reach} that model.rope ({rope.type}) is scaled for", stacklevel=3)
+
+
+def _check_experts(config: Config) -> None:
+    """What a mixture of experts needs of the other sections."""
+    if not config.model.moe.experts:
+        return
+    if config.optimizer.name in ("muon", "adafactor"):
+        raise ValueError(
+            f"optimizer.name: {config.optimizer.name} looks at matrices and would take all experts of a layer for one; use adamw or lion"
+        )
+    mesh, train, count, ways = config.mesh, config.train, config.model.moe.experts, experts_ways(config)
+    if count % ways:
+        names = " × ".join(f"mesh.{axis}" for axis in train.expert_axes)
+        works = ", ".join(str(size) for size in range(1, count + 1) if count % size == 0)
+        raise ValueError(f"model.moe.experts: {count} do not divide over {names} {ways}; numbers of devices that work: {works}")
+    if TENSOR in train.expert_axes and mesh.tensor > 1 and not train.sequence_parallel:
+        raise ValueError(
+            "train.expert_axes: folding experts over tensor needs tokens that differ along it; set train.sequence_parallel=true, "
+            "or leave tensor out"
+        )
+    k = config.model.moe.per_token
+    if train.expert_dispatch == "capacity" and train.expert_capacity < 1 / k:
+        raise ValueError(
+            f"train.expert_capacity: {train.expert_capacity} is below 1/k = {1 / k:g}, so at least "
+            f"{1 - train.expert_capacity:.0%} of all choices would be dropped and some tokens pass no expert; use 1 or more"
+        )
 
 
 def _check_precision(config: Config) -> None:

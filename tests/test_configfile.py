@@ -39,7 +39,13 @@ def test_every_run_file_is_consistent_with_its_mesh(path):
     assert path.stem in config.checkpoint.folder and config.log.folder
 
 
-SIZES = {"llama3-8b": 8_030_261_248, "llama3-70b": 70_553_706_496, "llama3-405b": 405_853_388_800}
+SIZES = {
+    "llama3-8b": 8_030_261_248,
+    "llama3-70b": 70_553_706_496,
+    "llama3-405b": 405_853_388_800,
+    "mixtral-8x7b": 46_702_792_704,
+    "qwen3-30b-a3b": 30_532_122_624,
+}
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
-from jaxpar.config import CheckpointConfig, Config, ContextConfig, DataConfig, MeshShape, ModelConfig, RopeConfig, TrainConfig
-from jaxpar.mesh import REPLICA
+from jaxpar.config import CheckpointConfig, Config, ContextConfig, DataConfig, MeshShape, ModelConfig, MoeConfig, RopeConfig, TrainConfig
+from jaxpar.mesh import EXPERT, REPLICA, TENSOR
 from jaxpar.params import Parameter
 from jaxpar.rules import DENSE, Rules, check_run, spec_axes, unsharded, varying_axes, zero_placement, zero_spec
 
@@ -212,13 +212,60 @@ def test_a_good_run_passes_without_a_word():
             8,
             r"train.context.ulysses: 3 does not divide mesh.seq 4; sizes that work: 1, 2, 4",
         ),
-        ({"mesh": {"data": 2, "expert": 2}}, 8, r"mesh.expert: 2 is not supported"),
+        ({"model": {"moe": MoeConfig(experts=8)}, "optimizer": {"name": "muon"}}, 8, r"optimizer.name: muon .*; use adamw or lion"),
     ],
 )
 def test_check_run_refuses(sections, devices, message):
     with pytest.raises(ValueError, match=message) as error:
         check_run(changed(**sections), devices)
     assert "\n" not in str(error.value)
+
+
+EXPERTS = {"model": {"moe": MoeConfig(experts=12, per_token=2)}}
+
+
+@pytest.mark.parametrize(
+    "sections, message",
+    [
+        ({"mesh": {"data": 1, "expert": 8, "tensor": 1}}, r"model.moe.experts: 12 .* mesh.expert 8; .*work: 1, 2, 3, 4, 6, 12$"),
+        (
+            {"mesh": {"data": 1, "expert": 4, "tensor": 2}, "train": {"expert_axes": (EXPERT, TENSOR)}},
+            r"model.moe.experts: 12 .* mesh.expert × mesh.tensor 8; .*work: 1, 2, 3, 4, 6, 12$",
+        ),
+        (
+            {"mesh": {"data": 2, "expert": 2}, "train": {"expert_axes": (EXPERT, TENSOR), "sequence_parallel": False}},
+            r"train.expert_axes: folding .*; set train.sequence_parallel=true, or leave tensor out",
+        ),
+        (
+            {"train": {"expert_dispatch": "capacity", "expert_capacity": 0.25}},
+            r"train.expert_capacity: 0.25 is below 1/k = 0.5, so at least 75% of all choices would be dropped",
+        ),
+    ],
+)
+def test_check_run_refuses_experts(sections, message):
+    with pytest.raises(ValueError, match=message) as error:
+        check_run(changed(**EXPERTS, **sections), 8)
+    assert "\n" not in str(error.value)
+
+
+def test_check_run_takes_experts_that_divide():
+    check_run(changed(**EXPERTS, mesh={"data": 2, "expert": 2}, train={"expert_axes": (EXPERT, TENSOR)}), 8)
+    check_run(changed(mesh={"data": 2, "expert": 2}), 8)  # a dense model: just more data
+
+
+@pytest.mark.parametrize(
+    "field, value, message",
+    [
+        ("expert_axes", (TENSOR,), r"train.expert_axes: \('tensor',\) is not one of"),
+        ("expert_dispatch", "alltoall", r"train.expert_dispatch: 'alltoall' is not one of ragged, capacity, gather"),
+        ("expert_buffer", 0.5, r"train.expert_buffer: 0.5 must be at least 1"),
+        ("expert_capacity", 0.0, r"train.expert_capacity: 0.0 must be positive"),
+        ("expert_priority", "first", r"train.expert_priority: 'first' is not one of position, weight"),
+    ],
+)
+def test_train_section_refuses(field, value, message):
+    with pytest.raises(ValueError, match=message):
+        TrainConfig(**{field: value})
 
 
 def test_check_run_takes_what_only_looks_odd():

@@ -13,6 +13,7 @@ from flax import nnx
 from jaxpar.config import ModelConfig
 from jaxpar.models.attention import Attention, Cache
 from jaxpar.models.mlp import MLP
+from jaxpar.models.moe import MoE
 from jaxpar.models.options import Options
 from jaxpar.models.parameter import norm, value
 from jaxpar.ops.dropout import dropout
@@ -44,18 +45,24 @@ class Block(nnx.Module):
         self.attention_norm = Norm(config)
         self.attention = Attention(config, boundary, options)
         self.mlp_norm = Norm(config)
-        self.mlp = MLP(config, boundary, options)
+        self.mlp = MoE(config, boundary, options) if config.moe.experts else MLP(config, boundary, options)
 
-    def __call__(self, x_BSD: jax.Array, context: Context) -> jax.Array:
-        """x as it lies between blocks -> y likewise. Sends two `enter` and two `leave`."""
+    def __call__(self, x_BSD: jax.Array, context: Context) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """x as it lies between blocks -> (y likewise, aux: the router's, else empty). Sends two `enter` and two `leave`; experts in the
+        MLP's place send what they say."""
         x_BSD = x_BSD + self.drop(self.attention(self.attention_norm(x_BSD), context), ATTENTION, context)
-        return x_BSD + self.drop(self.mlp(self.mlp_norm(x_BSD)), FEED_FORWARD, context)
+        y_BSD, aux = self.feed_forward(self.mlp_norm(x_BSD), context)
+        return x_BSD + self.drop(y_BSD, FEED_FORWARD, context), aux
+
+    def feed_forward(self, x_BSD: jax.Array, context: Context) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """The MLP or the experts on a normed x: (y, aux)."""
+        return self.mlp(x_BSD, context) if isinstance(self.mlp, MoE) else (self.mlp(x_BSD), {})
 
     def cached(self, x_BSD: jax.Array, context: Context, cache: Cache) -> tuple[jax.Array, Cache]:
         """The same with a key/value cache (`Attention.cached`), without dropout."""
         y_BSD, cache = self.attention.cached(self.attention_norm(x_BSD), context, cache)
         x_BSD = x_BSD + y_BSD
-        return x_BSD + self.mlp(self.mlp_norm(x_BSD)), cache
+        return x_BSD + self.feed_forward(self.mlp_norm(x_BSD), context)[0], cache
 
     def drop(self, y_BSD: jax.Array, place: int, context: Context) -> jax.Array:
         """Residual dropout, a function of (key of the step, layer, place, row, token, feature). A context without a key (evaluation)

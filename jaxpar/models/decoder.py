@@ -10,12 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 import jax
 from flax import nnx
 
 from jaxpar.config import ModelConfig
+from jaxpar.models import balance
 from jaxpar.models.attention import Cache
 from jaxpar.models.block import Block, Norm
 from jaxpar.models.options import Options
@@ -79,8 +80,8 @@ class DecoderFunctions:
         return vocabulary.embed(table_VD, ids_BS, self.boundary, scale)
 
     def block(self, layer_params: Tree, x_BSD: jax.Array, context: Context) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """One layer: (y, {}). `layer_params` is one slice of `layers`, `context.layer` that layer's. Sends two `enter` and two `leave`."""
-        return self.bind_block(layer_params)(x_BSD, context), {}
+        """One layer: (y, aux), see `Block`. `layer_params` is one slice of `layers`, `context.layer` that layer's."""
+        return self.bind_block(layer_params)(x_BSD, context)
 
     def block_cached(self, layer_params: Tree, x_BSD: jax.Array, context: Context, cache: Cache) -> tuple[jax.Array, Cache]:
         """One layer on S new tokens with `key` and `value` [B, M, K_tensor, H] of the earlier ones; see `Attention.cached`."""
@@ -98,16 +99,18 @@ class DecoderFunctions:
         )
         return vocabulary.loss(self.normed(params, x_BSD), self.head_table(params), labels_BS, settings)
 
-    # Names of the metrics that `auxiliary` returns.
-    auxiliary_metrics: ClassVar[tuple[str, ...]] = ()
+    @property
+    def auxiliary_metrics(self) -> tuple[str, ...]:
+        """Names of the metrics that `auxiliary` returns."""
+        return balance.METRICS if self.config.moe.experts else ()
 
-    def auxiliary(self, aux: Tree, sequences: int) -> tuple[jax.Array, dict[str, jax.Array]]:
+    def auxiliary(self, aux: Tree, sequences: int, accumulation: int) -> tuple[jax.Array, dict[str, jax.Array]]:
         """The model's own loss on what its blocks returned as aux, stacked over layers: (this device's and microbatch's share, metrics).
 
-        Shares are added up over devices and microbatches of a step, which has `sequences` in all. Called only where blocks return
-        something; this family's return nothing.
+        Shares are added up over devices and microbatches of a step, which has `sequences` in all and `accumulation` microbatches. Called
+        only where blocks return something.
         """
-        raise AssertionError("a family whose blocks return aux says what its loss on it is")
+        return balance.loss(self.config.moe, aux, sequences, accumulation)
 
     def logits(self, params: Tree, x_BSD: jax.Array) -> jax.Array:
         """Final norm and head: this device's logits [B, S, V_tensor], float32 or wider, soft cap applied, padding -inf. Sends one

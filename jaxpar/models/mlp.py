@@ -22,8 +22,9 @@ from jaxpar.parallel.tensor import column_linear, row_product
 class MLP(nnx.Module):
     """gate and up [F_tensor, D] are column-parallel, down [D, F_tensor] is row-parallel. Source: Shazeer, "GLU variants" (2020)."""
 
-    def __init__(self, config: ModelConfig, boundary: Boundary, options: Options):
-        width, wide = config.width, config.mlp_width
+    def __init__(self, config: ModelConfig, boundary: Boundary, options: Options, width: int = 0):
+        """`width` 0 is the model's `mlp_width`."""
+        width, wide = config.width, width or config.mlp_width
         self.boundary, self.chunk = boundary, options.mlp_chunk
         self.activation = config.activation
         self.gate = matrix((wide, width), ("mlp", "embed"), 1, config.init_std)

@@ -14,6 +14,7 @@ What moves data between one device and itself is left out: an axis of size 1 cos
     all_gather     A[I_X] -> A[I]               (n-1)/n bytes(A) a device
     reduce_scatter A[I] {U_X} -> A[I_X]         (n-1)/n bytes(A) a device
     all_to_all     A[I_X, J] -> A[I, J_X]       (n-1)/n bytes(local A) a device
+    ragged_all_to_all, padded_all_to_all    each device sends some rows to each other
     permute        each device sends its A to one other
     axis_index, axis_size
     barrier        values that exist only together; moves nothing
@@ -119,6 +120,47 @@ def all_to_all(x: jax.Array, axes: Axes, split_dim: int, join_dim: int, groups: 
     if (len(groups[0]) if groups else axis_size(names)) == 1:
         return x
     return lax.all_to_all(x, names, split_axis=split_dim, concat_axis=join_dim, tiled=True, axis_index_groups=groups)
+
+
+def ragged_all_to_all(
+    x_PD: jax.Array,
+    rows: int,
+    input_offsets: jax.Array,
+    send_sizes: jax.Array,
+    output_offsets: jax.Array,
+    receive_sizes: jax.Array,
+    axes: Axes,
+) -> jax.Array:
+    """Rows of x[P, D] to each of n devices -> [rows, D], zeros where nothing arrives. Offsets and sizes are int32 [n].
+
+    To device j go the `send_sizes[j]` rows that begin at `input_offsets[j]`, and arrive there at `output_offsets[j]`; from device i come
+    `receive_sizes[i]`. Sends just those rows. GPUs only (no CPU implementation exists); no gradient of its own.
+    """
+    names = _check(x_PD, axes, "ragged_all_to_all")
+    out = jnp.zeros_like(x_PD, shape=(rows, x_PD.shape[1]))
+    return lax.ragged_all_to_all(x_PD, out, input_offsets, send_sizes, output_offsets, receive_sizes, axis_name=names)
+
+
+def padded_all_to_all(
+    x_PD: jax.Array,
+    rows: int,
+    input_offsets: jax.Array,
+    send_sizes: jax.Array,
+    output_offsets: jax.Array,
+    receive_sizes: jax.Array,
+    axes: Axes,
+) -> jax.Array:
+    """`ragged_all_to_all` anywhere: what it computes, by an all-to-all of P rows to each device. Sends (n-1) P D values."""
+    index_nP = input_offsets[:, None] + jnp.arange(x_PD.shape[0], dtype=jnp.int32)
+    index_nP = jnp.where(index_nP < (input_offsets + send_sizes)[:, None], index_nP, x_PD.shape[0])
+    arrived = all_to_all(jnp.take(x_PD, index_nP, axis=0, mode="fill", fill_value=0), axes, 0, 0)
+    begins_n = all_to_all(output_offsets, axes, 0, 0)
+    within_nR = jnp.arange(rows, dtype=jnp.int32) - begins_n[:, None]
+    mine_nR = (within_nR >= 0) & (within_nR < receive_sizes[:, None])
+    place_nR = jnp.arange(begins_n.size, dtype=jnp.int32)[:, None] * x_PD.shape[0] + within_nR
+    place_R = jnp.where(mine_nR, place_nR, 0).sum(0, dtype=jnp.int32)
+    flat = arrived.reshape(-1, x_PD.shape[1])
+    return jnp.take(flat, jnp.where(mine_nR.any(0), place_R, flat.shape[0]), axis=0, mode="fill", fill_value=0)
 
 
 def permute(x: jax.Array, axis: str, pairs: Sequence[tuple[int, int]]) -> jax.Array:

@@ -26,7 +26,7 @@ from jaxpar.parallel.dependence import reached, upstream
 from jaxpar.parallel.flatten import run
 from jaxpar.parallel.operations import Atom, Op, Value, made, matmul_flops, values_of
 
-EXCHANGES = frozenset(("all_gather", "reduce_scatter", "psum", "psum_invariant", "ppermute", "all_to_all"))
+EXCHANGES = frozenset(("all_gather", "reduce_scatter", "psum", "psum_invariant", "ppermute", "all_to_all", "ragged_all_to_all"))
 Env = dict[Value, Any]
 
 

@@ -81,15 +81,29 @@ def effectful(ops: Iterable[Op]) -> set[Op]:
 
 
 def matmul_flops(ops: Iterable[Op]) -> int:
-    """Multiply-adds of every matmul times two, loops multiplied by their length."""
+    """Multiply-adds of every matmul times two, loops multiplied by their length; of a while, whose length nobody says, one turn."""
     total = 0
     for op in ops:
         if op.loop is not None:
             total += op.loop.length * matmul_flops(op.loop.body)
+        elif op.name == "while":
+            total += _turn_flops(op.eqn.params["body_jaxpr"].jaxpr)  # type: ignore[union-attr]
         elif op.name == "dot_general":
             (contract, _), _ = op.eqn.params["dimension_numbers"]  # type: ignore[union-attr]
             shape = op.inputs[0].aval.shape
             total += 2 * op.outputs[0].aval.size * math.prod(shape[d] for d in contract)
+    return total
+
+
+def _turn_flops(jaxpr: Any) -> int:
+    """Of the matmuls that stand in a jaxpr, calls included."""
+    total = 0
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "dot_general":
+            (contract, _), _ = eqn.params["dimension_numbers"]
+            total += 2 * eqn.outvars[0].aval.size * math.prod(eqn.invars[0].aval.shape[d] for d in contract)
+        for inner in eqn.params.values():
+            total += _turn_flops(getattr(inner, "jaxpr", inner)) if hasattr(getattr(inner, "jaxpr", inner), "eqns") else 0
     return total
 
 

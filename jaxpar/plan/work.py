@@ -104,11 +104,16 @@ def model_flops(config: Config, causal: bool = True) -> int:
     """6 x matrix elements x tokens, and 12 x layers x heads x head width x (keys a query sees) x tokens, all devices together.
 
     Keys: half of the sequence, or of a window what it holds; all of it where `causal` is not counted. The embedding is a lookup and counts
-    nothing; the head does.
+    nothing; the head does; of experts those that a token passes.
     """
     model, tokens = config.model, config.train.batch * config.data.sequence
     specs = flatten(Decoder(model, model.vocabulary).specs)
-    matrices = sum(spec.real_size for _, spec in specs if spec.role in ("matrix", "head") or (model.tied and spec.role == "embedding"))
+    used = model.moe.per_token / model.moe.experts if model.moe.experts else 1  # of the experts, those that a token passes
+    matrices = sum(
+        spec.real_size * (used if "experts" in spec.axes else 1)
+        for _, spec in specs
+        if spec.role in ("matrix", "head") or (model.tied and spec.role == "embedding")
+    )
     length = config.data.sequence
     windows = [model.windows[layer % len(model.windows)] for layer in range(model.layers)]
     seen = sum(length / 2 if not window or window >= length else window - window * window / (2 * length) for window in windows)

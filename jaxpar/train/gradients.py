@@ -27,7 +27,7 @@ from jaxpar.parallel.ring import Ring
 from jaxpar.parallel.sequence import boundary
 from jaxpar.parallel.stack import Context, LayerStack
 from jaxpar.params import Tree
-from jaxpar.rules import DENSE, Rules
+from jaxpar.rules import Rules, table
 
 # ids, labels, positions and segments are [microbatch, sequence, token]; rows, a sequence's number in its step, [microbatch, sequence].
 TOKENS = PartitionSpec(None, BATCH, SEQ)
@@ -151,7 +151,8 @@ class Gradients:
             whole = list(leaves)
             for n, leaf in zip(places, floats, strict=True):
                 whole[n] = leaf
-            return self.functions.auxiliary(tree.unflatten(whole), self.config.train.batch)
+            train = self.config.train
+            return self.functions.auxiliary(tree.unflatten(whole), train.batch, train.accumulation)
 
         value, backward, metrics = jax.vjp(loss, [leaves[n] for n in places], has_aux=True)
         (daux,) = backward(collectives.vary_like(jnp.ones_like(value), value))
@@ -220,4 +221,6 @@ def build_gradients(config: Config, mesh: Mesh) -> Gradients:
     sequence_parallel = config.train.sequence_parallel or config.mesh.tensor == 1
     between = Ring() if config.train.collective_matmul and config.mesh.tensor > 1 else boundary(sequence_parallel)
     functions = decoder_functions(config.model, between, train_options(config.train, mesh.devices.flat[0].platform))
-    return Gradients(config, mesh, specs, zero.places(specs, Rules(sizes, DENSE), config.train.zero, sequence_parallel), functions)
+    return Gradients(
+        config, mesh, specs, zero.places(specs, Rules(sizes, table(config.train)), config.train.zero, sequence_parallel), functions
+    )

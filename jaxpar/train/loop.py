@@ -86,7 +86,7 @@ def train(config: Config, devices: Sequence[jax.Device] | None = None, until: in
         started, counted = time.perf_counter(), first
         skipped = int(jax.device_get(state["skipped"]))
         for step, batch in enumerate(batches, first + 1):
-            state, metrics = training.step(state, place(batch, token_sharding, loader.microbatch))
+            state, metrics = training.advance(state, place(batch, token_sharding, loader.microbatch))
             if step == first + 1:
                 jax.block_until_ready(metrics)  # compilation is not part of the rate
                 started, counted = time.perf_counter(), step

@@ -8,6 +8,7 @@ the very `step` that training runs.
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +22,7 @@ from jaxpar import gpu
 from jaxpar.config import Config
 from jaxpar.parallel.context.layout import layout
 from jaxpar.params import Tree, init_params
+from jaxpar.rules import experts_ways
 from jaxpar.train import optimizer as rule
 from jaxpar.train.gradients import BATCH_SPECS, Gradients, Metrics, build_gradients
 from jaxpar.train.schedules import learning_rate
@@ -30,7 +32,10 @@ State = dict[str, Any]
 
 @dataclass(frozen=True, eq=False)
 class Training:
-    """A run's programs on its mesh. `gradients` and `optimizer` are its two halves."""
+    """A run's programs on its mesh. `gradients` and `optimizer` are its two halves.
+
+    `repeat` is the step with room for every token at one expert, None where `step` has that room itself.
+    """
 
     config: Config
     mesh: Mesh
@@ -38,6 +43,18 @@ class Training:
     optimizer: optax.GradientTransformation
     abstract_state: State
     step: Any
+    repeat: Any = None
+
+    def advance(self, state: State, batch: dict[str, jax.Array]) -> tuple[State, Metrics]:
+        """One step of training: `step`, and where its experts' buffers overflowed, which changed nothing, `repeat` in its place.
+
+        Waits for the step where it may have to be repeated. The metric `expert_overflow` is the first attempt's.
+        """
+        state, metrics = self.step(state, batch)
+        if self.repeat is None or not jax.device_get(metrics["expert_overflow"]):
+            return state, metrics
+        state, again = self.repeat(state, batch)
+        return state, {**again, "expert_overflow": metrics["expert_overflow"]}
 
     @property
     def shardings(self) -> State:
@@ -92,6 +109,18 @@ def build_training(config: Config, mesh: Mesh) -> Training:
     gradients = build_gradients(config, mesh)
     optimizer = rule.build(config.optimizer, gradients.specs, config.train.steps)
     state = _abstract_state(config, mesh, gradients, optimizer)
+    step = _program(config, mesh, gradients, optimizer, state)
+    ways = experts_ways(config)
+    repeat = None
+    if config.model.moe.experts and config.train.expert_dispatch != "capacity" and config.train.expert_buffer < ways:
+        roomy = dataclasses.replace(config, train=dataclasses.replace(config.train, expert_buffer=float(ways)))
+        repeat = _program(roomy, mesh, build_gradients(roomy, mesh), optimizer, state)
+    return Training(config, mesh, gradients, optimizer, state, step, repeat)
+
+
+def _program(config: Config, mesh: Mesh, gradients: Gradients, optimizer: optax.GradientTransformation, abstract: State) -> Any:
+    """The jitted step: state (donated), batch -> state, metrics. Where the loss or a gradient is not finite it changes only the counters;
+    where a buffer of experts overflowed it changes nothing at all."""
     rate = learning_rate(config.optimizer, config.train.steps)
 
     def step(state: State, batch: dict[str, jax.Array]) -> tuple[State, Metrics]:
@@ -100,26 +129,24 @@ def build_training(config: Config, mesh: Mesh) -> Training:
         if config.optimizer.clip is not None:
             grads = rule.clip(grads, norm, config.optimizer.clip)
         finite = jnp.isfinite(norm) & jnp.isfinite(metrics["loss"])
+        complete = metrics["expert_overflow"] == 0 if "expert_overflow" in metrics else jnp.bool_(True)
         updates, optimizer_state = optimizer.update(grads, state["optimizer"], state["params"])
         params = optax.apply_updates(state["params"], updates)
         new = {"params": params, "optimizer": optimizer_state}
-        kept = jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, {name: state[name] for name in new})
-        skipped = state["skipped"] + 1 - finite.astype(jnp.int32)
+        kept = jax.tree.map(lambda a, b: jnp.where(finite & complete, a, b), new, {name: state[name] for name in new})
+        skipped = state["skipped"] + (complete & ~finite).astype(jnp.int32)
         metrics = {
             **metrics,
             "learning_rate": jnp.asarray(rate(state["step"] - state["skipped"]), jnp.float32),
             "skipped": skipped,
         }
-        return {**kept, "step": state["step"] + 1, "skipped": skipped}, metrics
+        return {**kept, "step": state["step"] + complete.astype(jnp.int32), "skipped": skipped}, metrics
 
-    shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
     batch = {name: NamedSharding(mesh, spec) for name, spec in BATCH_SPECS.items()}
     replicated = NamedSharding(mesh, PartitionSpec())
     options = gpu.compiler_options(config.gpu) if mesh.devices.flat[0].platform == "gpu" else None
-    jitted = jax.jit(
-        step, in_shardings=(shardings, batch), out_shardings=(shardings, replicated), donate_argnums=0, compiler_options=options
-    )
-    return Training(config, mesh, gradients, optimizer, state, jitted)
+    return jax.jit(step, in_shardings=(shardings, batch), out_shardings=(shardings, replicated), donate_argnums=0, compiler_options=options)
 
 
 def _abstract_state(config: Config, mesh: Mesh, gradients: Gradients, optimizer: optax.GradientTransformation) -> State:

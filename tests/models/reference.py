@@ -61,8 +61,37 @@ def mlp(p, x_BSD, config):
     return y + p["down_bias"] if config.mlp_bias else y
 
 
+def moe(p, x_BSD, batch, config):
+    """(y, balancing loss of each sequence [B], z-loss [B], load [B, E]): every token through every expert, times a matrix of weights."""
+    moe = config.moe
+    valid = batch["segments"] > 0
+    logits = jnp.einsum("bsd,ed->bse", x_BSD, p["router"])
+    score = 1 / (1 + jnp.exp(-logits)) if moe.router == "sigmoid" else jnp.exp(logits) / jnp.exp(logits).sum(-1, keepdims=True)
+    rank = (logits[..., None, :] > logits[..., :, None]).sum(-1)
+    chosen = (rank < moe.per_token) & valid[..., None]
+    weight = jnp.where(chosen, jnp.exp(logits) if moe.router == "topk_softmax" else score, 0)
+    if moe.router == "topk_softmax" or moe.normalise:
+        weight = weight / jnp.where(valid[..., None], weight.sum(-1, keepdims=True), 1)
+    gate, up = (jnp.einsum("bsd,efd->bsef", x_BSD, p[name]) for name in ("gate", "up"))
+    y = jnp.einsum("bsef,edf,bse->bsd", gate / (1 + jnp.exp(-gate)) * up, p["down"], weight * moe.scale)
+    if moe.shared_width:
+        y = y + mlp(p["shared"], x_BSD, config)
+    count = jnp.maximum(valid.sum(1), 1)[:, None]
+    share = score / score.sum(-1, keepdims=True) * valid[..., None]
+    load = chosen.sum(1)
+    balance = (load * moe.experts / moe.per_token / count * share.sum(1) / count).sum(-1)
+    z = (jnp.log(jnp.exp(logits).sum(-1)) ** 2 * valid).sum(1) / count[:, 0]
+    return y, balance, z, load
+
+
 def logits(params, batch, config):
     """[B, S, V] over the real vocabulary."""
+    return logits_and_balance(params, batch, config)[0]
+
+
+def logits_and_balance(params, batch, config):
+    """(logits, balancing loss and z-loss summed over layers and sequences, load [L, B, E]); the last three are empty sums when dense."""
+    balance, z, loads = 0.0, 0.0, []
     x_BSD = params["embedding"]["table"][batch["ids"]]
     if config.embedding_scale is not None:
         x_BSD = x_BSD * config.embedding_scale
@@ -70,10 +99,17 @@ def logits(params, batch, config):
         p = jax.tree.map(lambda a, layer=layer: a[layer], params["layers"])
         window = config.windows[layer % len(config.windows)]
         x_BSD = x_BSD + attention(p["attention"], rms(x_BSD, p["attention_norm"]["weight"], config), batch, window, config)
-        x_BSD = x_BSD + mlp(p["mlp"], rms(x_BSD, p["mlp_norm"]["weight"], config), config)
+        normed = rms(x_BSD, p["mlp_norm"]["weight"], config)
+        if config.moe.experts:
+            y_BSD, more, more_z, load = moe(p["mlp"], normed, batch, config)
+            x_BSD, balance, z, loads = x_BSD + y_BSD, balance + more.sum(), z + more_z.sum(), [*loads, load]
+        else:
+            x_BSD = x_BSD + mlp(p["mlp"], normed, config)
     table = params["embedding" if config.tied else "head"]["table"][: config.vocabulary]
     out = rms(x_BSD, params["norm"]["weight"], config) @ table.T
-    return out if config.logit_softcap is None else config.logit_softcap * jnp.tanh(out / config.logit_softcap)
+    if config.logit_softcap is not None:
+        out = config.logit_softcap * jnp.tanh(out / config.logit_softcap)
+    return out, balance, z, loads
 
 
 def loss(params, batch, config, z_loss=0.0):

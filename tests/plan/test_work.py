@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax.experimental import pallas as pl
 
-from jaxpar.config import Config, DataConfig, ModelConfig, TrainConfig
+from jaxpar.config import Config, DataConfig, ModelConfig, MoeConfig, TrainConfig
 from jaxpar.plan import costs, kernels, work
 from jaxpar.plan.hlo import parse
 
@@ -120,4 +120,6 @@ def test_model_flops_by_hand():
     assert model_flops() == 6 * matrices * 80 + scores * 3 * 8
     assert model_flops(causal=False) - model_flops() == scores * 3 * 8
     assert model_flops(tied=True) == model_flops(), "a tied head multiplies as well"
+    # Three of eight experts of width 8, and the router, in the place of the MLP.
+    assert model_flops(moe=MoeConfig(experts=8, per_token=3, width=8)) - model_flops() == 6 * 80 * 3 * (3 * 3 * 8 * 8 + 8 * 8 - 3 * 8 * 16)
     assert model_flops(windows=(4, 0)) == pytest.approx(6 * matrices * 80 + scores * np.sum([4 - 16 / 32, 8, 4 - 16 / 32]))

@@ -24,7 +24,7 @@ class Spread(DecoderFunctions):
             "tokens": jnp.ones_like(y_BSD[..., 0], jnp.int32).sum() + 0 * y_BSD.astype(jnp.int32).sum(),
         }
 
-    def auxiliary(self, aux, sequences):
+    def auxiliary(self, aux, sequences, accumulation):
         share = (aux["squares"] * jnp.arange(1.0, aux["squares"].size + 1)).sum() / sequences * 0.01
         return share, {"spread": jax.lax.stop_gradient(share), "counted": aux["tokens"].sum()}
 

@@ -56,7 +56,7 @@ def activations(training: Training, params: Tree, batch: Arrays) -> list[np.ndar
         out = {"attention_norm": block.attention_norm(x_BSD)}
         out["attention"] = block.attention(out["attention_norm"], context)
         out["mlp_norm"] = block.mlp_norm(x_BSD + out["attention"])
-        out["mlp"] = block.mlp(out["mlp_norm"])
+        out["mlp"], _ = block.feed_forward(out["mlp_norm"], context)
         out["layer"], _ = functions.block(weights, x_BSD, context)
         return out["layer"], out
 

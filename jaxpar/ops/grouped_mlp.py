@@ -1,0 +1,129 @@
+"""The gated MLP of experts on rows that lie in groups, without an array of R rows by F: for where gate and up are computed again anyway.
+
+    grouped_mlp   x[R, D], weight[R], gate, up [G, F, D], down[G, D, F], sizes[G] -> y[R, D]
+
+A block of rows goes through all three matmuls while it is there; the backward computes its gate and up again, then both of its gradients.
+That is 11 matmuls where keeping gate and up takes 9 and computing them again in matmuls of their own takes 11. Work list and cost as in
+`grouped_matmul`. The loops are whiles with a fixed count rather than scans, so that the layer stack leaves them whole: cut into input and
+weight gradients they would hand over R rows by F after all.
+
+Dims: R rows, D model width, F MLP width, G groups, V visits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxpar.ops.grouped_matmul import Visits, default_block, own_rows, same_variation, visits
+from jaxpar.ops.mlp import gated
+
+Carry = TypeVar("Carry")
+Three = tuple[jax.Array, jax.Array, jax.Array]
+
+
+def grouped_mlp(
+    x_RD: jax.Array,
+    weight_R: jax.Array,
+    gate_GFD: jax.Array,
+    up_GFD: jax.Array,
+    down_GDF: jax.Array,
+    sizes_G: jax.Array,
+    activation: str,
+    block: int = 0,
+) -> jax.Array:
+    """weight * down(activation(gate x) * up x) of each row's group: [R, D] in x's dtype, zeros behind the last group. `block` 0 chooses.
+
+    Local, no bytes moved. Gradients have their arrays' dtypes; sums over rows are in float32, or float64 if x is.
+    """
+    rows, groups = x_RD.shape[0], gate_GFD.shape[0]
+    assert rows and sizes_G.shape == (groups,), (x_RD.shape, sizes_G.shape)
+    block = min(block or default_block(rows, groups), rows)
+    list_ = visits(sizes_G, rows, block)
+    x_RD, weight_R, gate_GFD, up_GFD, down_GDF = same_variation(list_, x_RD, weight_R, gate_GFD, up_GFD, down_GDF)
+    return _grouped(block, activation, x_RD, weight_R, (gate_GFD, up_GFD, down_GDF), list_)
+
+
+def _over(list_: Visits, body: Callable[[Carry, Visits], Carry], start: Carry) -> Carry:
+    """`body` for every visit, one after another."""
+    count = list_.group.shape[0]
+
+    def step(state: tuple[jax.Array, Carry]) -> tuple[jax.Array, Carry]:
+        number, carry = state
+        return number + 1, body(carry, Visits(*(lax.dynamic_index_in_dim(a, number, keepdims=False) for a in list_)))
+
+    return lax.while_loop(lambda state: state[0] < count, step, (jnp.int32(0), start))[1]
+
+
+def _times(x: jax.Array, weight: jax.Array, dim: int) -> jax.Array:
+    """x[block, in] times a weight whose dim `dim` is summed."""
+    return lax.dot_general(x, weight, (((1,), (dim,)), ((), ())))
+
+
+def _slices(block: int, arrays: tuple[jax.Array, ...], here: Visits) -> list[jax.Array]:
+    return [lax.dynamic_slice_in_dim(a, here.start, block) for a in arrays]
+
+
+def _pick(experts: Three, here: Visits) -> list[jax.Array]:
+    return [lax.dynamic_index_in_dim(a, here.group, keepdims=False) for a in experts]
+
+
+def _put(block: int, total: jax.Array, new: jax.Array, here: Visits) -> jax.Array:
+    """`total` with this visit's rows in the place of its own."""
+    (old,) = _slices(block, (total,), here)
+    return lax.dynamic_update_slice_in_dim(total, jnp.where(own_rows(block, here), new, old), here.start, axis=0)
+
+
+def _weighted(hidden: jax.Array, weight: jax.Array) -> jax.Array:
+    """hidden[block, F] times weight[block], rounded once to hidden's dtype."""
+    return (hidden.astype(weight.dtype) * weight[:, None]).astype(hidden.dtype)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _grouped(block: int, activation: str, x_RD: jax.Array, weight_R: jax.Array, experts: Three, list_: Visits) -> jax.Array:
+    def visit(y: jax.Array, here: Visits) -> jax.Array:
+        (x, weight), (gate, up, down) = _slices(block, (x_RD, weight_R), here), _pick(experts, here)
+        hidden = gated(_times(x, gate, 1), _times(x, up, 1), activation)
+        return _put(block, y, _times(_weighted(hidden, weight), down, 1), here)
+
+    return _over(list_, visit, jnp.zeros_like(x_RD))
+
+
+def _forward(block: int, activation: str, x_RD: jax.Array, weight_R: jax.Array, experts: Three, list_: Visits) -> tuple[jax.Array, tuple]:
+    return _grouped(block, activation, x_RD, weight_R, experts, list_), (x_RD, weight_R, experts, list_)
+
+
+def _backward(block: int, activation: str, residuals: tuple, dy_RD: jax.Array) -> tuple:
+    x_RD, weight_R, experts, list_ = residuals
+    dtype = jnp.promote_types(x_RD.dtype, jnp.float32)
+
+    def add(total: jax.Array, left: jax.Array, right: jax.Array, here: Visits) -> jax.Array:
+        part = lax.dot_general(left, right, (((0,), (0,)), ((), ())), preferred_element_type=dtype)
+        old = lax.dynamic_index_in_dim(total, here.group, keepdims=False)
+        return lax.dynamic_update_index_in_dim(total, old + part, here.group, 0)
+
+    def visit(carry: tuple[jax.Array, jax.Array, Three], here: Visits) -> tuple[jax.Array, jax.Array, Three]:
+        dx, dweight, (dgates, dups, ddowns) = carry
+        (x, weight, dy), (gate, up, down) = _slices(block, (x_RD, weight_R, dy_RD), here), _pick(experts, here)
+        mine = own_rows(block, here)
+        dy = jnp.where(mine, dy, 0)  # and so all of this visit's gradients
+        hidden, transpose = jax.vjp(partial(gated, name=activation), _times(x, gate, 1), _times(x, up, 1))
+        dhidden = _times(dy, down, 0)
+        new = (dhidden.astype(dtype) * hidden.astype(dtype)).sum(1).astype(weight.dtype)
+        dgate, dup = transpose(_weighted(dhidden, weight))
+        totals = add(dgates, dgate, x, here), add(dups, dup, x, here), add(ddowns, dy, _weighted(hidden, weight), here)
+        dx = _put(block, dx, _times(dgate, gate, 0) + _times(dup, up, 0), here)
+        return dx, _put(block, dweight[:, None], new[:, None], here)[:, 0], totals
+
+    zeros = [jnp.zeros_like(each, dtype=dtype) for each in experts]
+    start = (jnp.zeros_like(x_RD), jnp.zeros_like(weight_R), (zeros[0], zeros[1], zeros[2]))
+    dx, dweight, totals = _over(list_, visit, start)
+    return dx, dweight, tuple(total.astype(each.dtype) for total, each in zip(totals, experts, strict=True)), None
+
+
+_grouped.defvjp(_forward, _backward)

@@ -1,0 +1,159 @@
+"""Dispatch of tokens to experts on several devices: results and every gradient equal one device; overflow and drops by plain counting."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from jaxpar.config import MeshShape
+from jaxpar.mesh import BATCH, EXPERT, SEQ, TENSOR, make_mesh
+from jaxpar.ops.grouped_matmul import grouped_matmul
+from jaxpar.parallel.collectives import all_reduce, padded_all_to_all, varying
+from jaxpar.parallel.expert import Dispatch, moe
+
+T, K, D, F, E = 48, 3, 5, 4, 12  # tokens of all devices together
+
+FOLDS = {
+    "expert": (MeshShape(expert=4), (EXPERT,)),
+    "expert, tensor": (MeshShape(expert=2, tensor=2), (EXPERT, TENSOR)),
+    "expert, seq, tensor, beside data": (MeshShape(data=2, expert=1, seq=2, tensor=2), (EXPERT, SEQ, TENSOR)),
+    "expert beside tensor": (MeshShape(expert=2, tensor=2), (EXPERT,)),
+}
+TOKENS = (*BATCH, SEQ, TENSOR)
+
+
+def drawn(kind="uneven", seed=0):
+    """x, weights, choices [T, K] and the experts' two matrices. Kinds of choices say how even the load is."""
+    rng = np.random.default_rng(seed)
+    score = rng.random((T, E)) + {"uneven": np.linspace(0, 0.6, E), "even": 0, "one takes all": 10.0 * (np.arange(E) == 7)}[kind]
+    chosen = np.argsort(-score, axis=1)[:, :K].astype(np.int32)
+    chosen[rng.random(T) < 0.1] = E  # padding goes nowhere
+    return rng.normal(size=(T, D)), rng.random((T, K)), chosen, rng.normal(size=(E, F, D)), rng.normal(size=(E, D, F))
+
+
+def reference(x, weights, chosen, up, down, kept=None):
+    y = np.zeros_like(x)
+    for t in range(T):
+        for k in range(K):
+            e = chosen[t, k]
+            if e < E and (kept is None or kept[t, k]):
+                y[t] += weights[t, k] * (down[e] @ np.tanh(up[e] @ x[t]))
+    return y
+
+
+@functools.cache
+def program(fold, method, **settings):
+    return _program(FOLDS[fold][0], Dispatch(experts=E, axes=FOLDS[fold][1], method=method, **settings))
+
+
+def _program(shape, dispatch):
+    """Jitted (x, weights, chosen, up, down, dy) -> y, lost of each device, gradients of the four, on global arrays."""
+    mesh = make_mesh(shape, jax.devices()[: shape.devices])
+    tokens, held = P(TOKENS), P(dispatch.axes)
+
+    def local(x, weights, chosen, up, down, dy):
+        def forward(x, weights, up, down):
+            def experts(rows, weights, sizes):
+                return grouped_matmul(jnp.tanh(grouped_matmul(rows, up, sizes, 8)) * weights[:, None], down, sizes, 8)
+
+            return moe(x, weights, chosen, experts, dispatch)
+
+        y, transpose, lost = jax.vjp(forward, x, weights, up, down, has_aux=True)
+        dx, dweights, dup, ddown = transpose(dy)
+        partial = [tuple(sorted(varying(g) - set(dispatch.axes))) for g in (dup, ddown)]
+        dup, ddown = (all_reduce(g, axes) if axes else g for g, axes in zip((dup, ddown), partial, strict=True))
+        return y, jax.tree.map(lambda n: n[None], lost), dx, dweights, dup, ddown
+
+    return jax.jit(
+        jax.shard_map(
+            local,
+            mesh=mesh,
+            in_specs=(tokens, tokens, tokens, held, held, tokens),
+            out_specs=(tokens, tokens, tokens, tokens, held, held),
+        )
+    )
+
+
+def outcome(program, kind="uneven"):
+    x, weights, chosen, up, down = drawn(kind)
+    dy = np.random.default_rng(9).normal(size=(T, D))
+    return jax.device_get(program(x, weights, chosen, up, down, dy))
+
+
+@functools.cache
+def one_device(kind):
+    return outcome(_program(MeshShape(), Dispatch(experts=E, axes=(EXPERT,))), kind)
+
+
+def gap(got, want):
+    return max(np.abs(a - b).max() / np.abs(b).max() for a, b in zip(got, want, strict=True))
+
+
+def test_one_device_equals_a_loop():
+    y, lost, *_ = one_device("uneven")
+    np.testing.assert_allclose(y, reference(*drawn()), rtol=1e-11, atol=1e-12)
+    assert not lost.overflow.any() and not lost.dropped.any()
+
+
+@pytest.mark.parametrize("method", ["gather", "ragged", "capacity"])
+@pytest.mark.parametrize("fold", FOLDS)
+def test_equals_one_device(fold, method):
+    """Room for the worst case: then all methods compute the same, whatever the load."""
+    run = program(fold, method, buffer_factor=4.0, capacity_factor=4.0)
+    for kind in ("uneven", "one takes all"):
+        got, want = outcome(run, kind), one_device(kind)
+        assert not got[1].overflow.any() and not got[1].dropped.any()
+        assert gap((got[0], *got[2:]), (want[0], *want[2:])) < 1e-11, kind
+
+
+@pytest.mark.parametrize("method", ["gather", "ragged"])
+def test_overflow_is_counted(method):
+    """A buffer of 1.0 times the balanced load holds an expert axis of 4 only if none gets more."""
+    run = program("expert", method, buffer_factor=1.0)
+    room = T // 4 * K
+    for kind in ("uneven", "one takes all"):
+        chosen = drawn(kind)[2]
+        load = np.array([(chosen // (E // 4) == device).sum() for device in range(4)])
+        assert load.max() > room
+        np.testing.assert_array_equal(outcome(run, kind)[1].overflow, np.maximum(load - room, 0))
+
+
+@pytest.mark.parametrize("by_weight", [False, True])
+@pytest.mark.parametrize("ways", [1, 4])
+def test_capacity_drops_as_a_plain_loop_does(ways, by_weight):
+    x, weights, chosen, up, down = drawn()
+    dispatch = Dispatch(experts=E, axes=(EXPERT,), method="capacity", capacity_factor=0.75, by_weight=by_weight)
+    y, lost, *_ = outcome(_program(MeshShape(expert=ways), dispatch))
+    capacity, here, kept, dropped = dispatch.capacity(T // ways, K), T // ways, np.zeros((T, K), bool), []
+    assert capacity == -(-0.75 * here * K // E)
+    for device in range(ways):
+        mine = [(t, k) for t in range(device * here, (device + 1) * here) for k in range(K)]
+        mine = sorted(mine, key=lambda at: -weights[at]) if by_weight else mine
+        filled = [0] * (E + 1)
+        for t, k in mine:
+            filled[chosen[t, k]] += 1
+            kept[t, k] = filled[chosen[t, k]] <= capacity
+        dropped.append(sum(max(n - capacity, 0) for n in filled[:E]))
+    assert sum(dropped) > 5
+    np.testing.assert_array_equal(lost.dropped, dropped)
+    np.testing.assert_allclose(y, reference(x, weights, chosen, up, down, kept), rtol=1e-11, atol=1e-12)
+    assert gap([reference(x, weights, chosen, up, down)], [y]) > 1e-3
+
+
+def test_padded_exchange_has_the_semantics_of_the_ragged_one():
+    """By hand on 2 devices: offsets with gaps, an empty part, rows that nothing fills."""
+    mesh = make_mesh(MeshShape(expert=2), jax.devices()[:2])
+    x = np.arange(1.0, 11).reshape(10, 1)
+    begins, sizes = np.array([[3, 0], [1, 2]]), np.array([[2, 3], [0, 2]])
+    lands = np.array([[1, 0], [4, 4]])  # where device 0's rows land on devices 0 and 1, then device 1's
+    arrive = sizes.T
+
+    def local(x, *offsets):
+        return padded_all_to_all(x, 6, *(a[0] for a in offsets), EXPERT)
+
+    run = jax.shard_map(local, mesh=mesh, in_specs=P(EXPERT), out_specs=P(EXPERT))
+    got = np.asarray(jax.jit(run)(x, *(a.astype(np.int32) for a in (begins, sizes, lands, arrive)))).reshape(2, 6)
+    np.testing.assert_array_equal(got, [[0, 4, 5, 0, 0, 0], [1, 2, 3, 0, 8, 9]])

@@ -1,0 +1,45 @@
+"""A step whose experts got more tokens than their buffers hold is repeated with room for all, and nothing of it is lost."""
+
+import dataclasses
+
+import jax
+import numpy as np
+
+from jaxpar.config import MeshShape
+from tests.train import runs
+from tests.train.test_experts import model
+
+
+def collapsed(built):
+    """A first state in which every token prefers the experts 0 to 2."""
+    params = runs.place_params(built)
+    leaf = params["layers"]["mlp_norm"]["weight"]
+    params["layers"]["mlp_norm"]["weight"] = jax.device_put(np.ones(leaf.shape), leaf.sharding)
+    leaf = params["layers"]["mlp"]["router"]
+    few = np.asarray(leaf) * 1e-3
+    few[:, :3] *= 1e5
+    params["layers"]["mlp"]["router"] = jax.device_put(few, leaf.sharding)
+    return built.first_state(params)
+
+
+def test_overflow_repeats_the_step():
+    run = runs.config(model=model(per_token=2), zero=1, expert_dispatch="ragged", expert_buffer=1.0)
+    run = dataclasses.replace(run, mesh=MeshShape(data=1, expert=4))
+    alone = runs.training(runs.config(model=run.model))
+    assert alone.repeat is None, "one device has room for everything"
+    want, metrics = alone.advance(collapsed(alone), runs.place(alone, runs.batch(run)))
+    assert metrics["expert_overflow"] == 0
+
+    built = runs.training(run)
+    start, batch = collapsed(built), runs.place(built, runs.batch(run))
+    before = jax.device_get(start)
+    attempt, metrics = built.step(start, batch)
+    overflow = int(metrics["expert_overflow"])
+    assert overflow > 10 and metrics["skipped"] == 0
+    assert runs.gap(jax.device_get(attempt), before)[0] == 0, "an attempt that overflowed changes nothing, not even the step's number"
+
+    state, metrics = built.advance(attempt, batch)
+    assert metrics["expert_overflow"] == overflow and int(state["step"]) == 1
+    worst = runs.gap(jax.device_get(state["params"]), jax.device_get(want["params"]))
+    assert worst[0] < 1e-11, worst
+    assert runs.gap(jax.device_get(want["params"]), before["params"])[0] > 1e-3

@@ -1,0 +1,80 @@
+"""Mixtures of experts through the engine: loss and every gradient against a model that sends every token through every expert."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxpar.config import MoeConfig
+from tests.models import reference
+from tests.train import runs
+
+MODEL = dataclasses.replace(
+    runs.MODEL, mlp_bias=False, dropout=0.0, moe=MoeConfig(experts=12, per_token=3, width=10, balance_weight=0.3, z_weight=0.02)
+)
+
+
+def model(**moe):
+    return dataclasses.replace(MODEL, moe=dataclasses.replace(MODEL.moe, **moe))
+
+
+MODELS = {
+    "softmax": model(),
+    "softmax, not normalised, one": model(per_token=1, normalise=False, scale=2.0),
+    "topk": model(router="topk_softmax", per_token=2),
+    "sigmoid, shared": model(router="sigmoid", scale=2.5, shared_width=14),
+}
+
+
+@functools.cache
+def dense(config):
+    """(losses, gradients, load) of one batch, the balancing loss averaged over sequences, by jax.grad of the reference."""
+    run = runs.config(model=config)
+    batch = jax.tree.map(lambda a: jnp.asarray(a[0]), runs.batch(run))
+    sequences, moe = run.train.batch, config.moe
+
+    def loss(params):
+        logits, balance, z, load = reference.logits_and_balance(params, batch, config)
+        valid = batch["labels"] >= 0
+        picked = jnp.take_along_axis(logits, jnp.maximum(batch["labels"], 0)[..., None], -1)[..., 0]
+        entropy = jnp.where(valid, jax.nn.logsumexp(logits, axis=-1) - picked, 0).sum() / valid.sum()
+        total = entropy + (moe.balance_weight * balance + moe.z_weight * z) / sequences
+        layers = config.layers
+        return total, ({"loss": entropy, "balance_loss": balance / sequences / layers, "router_z_loss": z / sequences / layers}, load)
+
+    (_, (losses, load)), grads = jax.jit(jax.value_and_grad(loss, has_aux=True))(jax.tree.map(jnp.asarray, runs.host_params(config)))
+    return jax.device_get((losses, grads, load))
+
+
+def check(run, config, tolerance=1e-11):
+    metrics, grads = runs.gradients(run)
+    losses, want, _ = dense(config)
+    for name, value in losses.items():
+        assert metrics[name] == pytest.approx(value, rel=tolerance), name
+    assert metrics["expert_overflow"] == 0
+    worst = runs.gap(grads, want)
+    assert worst[0] < tolerance, worst
+    return metrics, grads
+
+
+@pytest.mark.parametrize("case", MODELS)
+def test_equals_every_token_through_every_expert(case):
+    check(runs.config(model=MODELS[case]), MODELS[case])
+
+
+def test_router_has_a_gradient_and_the_losses_are_part_of_it():
+    plain = runs.gradients(runs.config(model=model(balance_weight=0.0, z_weight=0.0)))[1]
+    router = plain["layers"]["mlp"]["router"]
+    assert np.abs(router).max() > 1e-4
+    assert runs.gap(dense(MODEL)[1]["layers"]["mlp"]["router"], router)[0] > 1e-2
+
+
+@pytest.mark.parametrize(
+    "train", [{"remat": "block"}, {"remat": "none", "accumulation": 4}, {"interleave": 2, "accumulation": 2, "remat": "outputs"}]
+)
+def test_remat_accumulation_and_interleaving(train):
+    """The per-sequence balancing loss depends on none of them, and what is computed again is counted once."""
+    check(runs.config(model=MODEL, **train), MODEL)
