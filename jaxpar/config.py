@@ -114,6 +114,8 @@ class MoeConfig:
     Each token passes `per_token` experts of `width` (0: model.mlp_width), chosen by `router` (`jaxpar/ops/router.py` says how, and what
     `normalise`, `scale` and the groups are), and a shared one of `shared_width` (0: none). `balance` is the scope of the balancing loss,
     `sequence` or `microbatch`, added with `balance_weight` for each layer; `z_weight` likewise weighs the squared log-sum-exp of logits.
+    With `correction` each layer's experts have a bias that only selects and that no gradient moves: after a step it rises by
+    `correction_rate` for experts below the mean load and falls for those above.
     """
 
     experts: int = 0
@@ -129,6 +131,8 @@ class MoeConfig:
     balance: str = "sequence"
     balance_weight: float = 0.0
     z_weight: float = 0.0
+    correction: bool = False
+    correction_rate: float = 0.001
 
     def __post_init__(self) -> None:
         if self.experts == 0:
@@ -147,7 +151,7 @@ class MoeConfig:
             "model.moe.per_token: the weight of a single normalised expert is always 1, so its router would learn nothing; "
             "use router softmax_topk or sigmoid with normalise false",
         )
-        for name in ("width", "shared_width", "balance_weight", "z_weight"):
+        for name in ("width", "shared_width", "balance_weight", "z_weight", "correction_rate"):
             require(getattr(self, name) >= 0, f"model.moe.{name}: {getattr(self, name)} must not be negative")
         require(self.scale > 0, f"model.moe.scale: {self.scale} must be positive")
         for name in ("groups", "kept_groups", "group_best"):

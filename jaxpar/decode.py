@@ -291,7 +291,7 @@ def build_generator(config: Config, mesh: Mesh, params: Tree) -> Generator:
             missing = parameter.shape[0] - parameter.rows
             array = jnp.pad(array[: parameter.rows], ((0, missing), *((0, 0),) * (array.ndim - 1)))
         assert array.shape == parameter.shape, f"{path}: {array.shape} is not {parameter.shape}"
-        return array.astype(dtype)
+        return array if parameter.role == "state" else array.astype(dtype)
 
     fitted = jax.jit(lambda params: map_leaves(fit, params, specs), out_shardings=shardings(partitions, mesh))(params)
     options = Options(attention_block=config.train.attention_block, context=context, platform=mesh.devices.flat[0].platform)

@@ -23,7 +23,7 @@ from jaxpar.models.options import Options
 from jaxpar.models.parameter import stacked, table
 from jaxpar.parallel import vocabulary
 from jaxpar.parallel.sequence import Boundary, Replicated
-from jaxpar.params import Tree, bind, collect, padded_vocabulary
+from jaxpar.params import Tree, bind, collect, merge, padded_vocabulary
 
 if TYPE_CHECKING:
     from jaxpar.parallel.stack import Context
@@ -80,8 +80,9 @@ class DecoderFunctions:
         return vocabulary.embed(table_VD, ids_BS, self.boundary, scale)
 
     def block(self, layer_params: Tree, x_BSD: jax.Array, context: Context) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """One layer: (y, aux), see `Block`. `layer_params` is one slice of `layers`, `context.layer` that layer's."""
-        return self.bind_block(layer_params)(x_BSD, context)
+        """One layer: (y, aux), see `Block`. `layer_params` is one slice of `layers`, `context.layer` that layer's; state of the layer may
+        come as `held` in there, which no gradient reaches."""
+        return self.bind_block(merge(layer_params, context.layer.get("held", {})))(x_BSD, context)
 
     def block_cached(self, layer_params: Tree, x_BSD: jax.Array, context: Context, cache: Cache) -> tuple[jax.Array, Cache]:
         """One layer on S new tokens with `key` and `value` [B, M, K_tensor, H] of the earlier ones; see `Attention.cached`."""
@@ -111,6 +112,14 @@ class DecoderFunctions:
         only where blocks return something.
         """
         return balance.loss(self.config.moe, aux, sequences, accumulation)
+
+    def summary(self, sums: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        """Metrics of a step from their sums over its devices and microbatches."""
+        return balance.summary(self.config.moe, sums) if self.config.moe.experts else sums
+
+    def advance(self, held: Tree, metrics: dict[str, jax.Array]) -> Tree:
+        """The state of the model after a step with these metrics."""
+        return balance.corrected(self.config.moe, held, metrics["expert_load"]) if held else held
 
     def logits(self, params: Tree, x_BSD: jax.Array) -> jax.Array:
         """Final norm and head: this device's logits [B, S, V_tensor], float32 or wider, soft cap applied, padding -inf. Sends one

@@ -16,7 +16,7 @@ from jaxpar.config import ModelConfig, MoeConfig
 from jaxpar.mesh import SEQ, TENSOR
 from jaxpar.models.mlp import MLP
 from jaxpar.models.options import Options
-from jaxpar.models.parameter import matrix
+from jaxpar.models.parameter import matrix, state, value
 from jaxpar.ops import router
 from jaxpar.ops.grouped_matmul import grouped_matmul
 from jaxpar.ops.grouped_mlp import grouped_mlp
@@ -62,6 +62,7 @@ class MoE(nnx.Module):
         )
         shape, axes = (moe.experts, moe.width, width), ("experts", "expert_mlp", "embed")
         self.router = matrix((moe.experts, width), ("router", "embed"), 1, config.init_std)
+        self.correction = state((moe.experts,), ("router",)) if moe.correction else None
         self.gate = matrix(shape, axes, 2, config.init_std)
         self.up = matrix(shape, axes, 2, config.init_std)
         self.down = matrix((shape[0], width, moe.width), ("experts", "embed", "expert_mlp"), 2, config.init_std)
@@ -73,7 +74,9 @@ class MoE(nnx.Module):
         batch, length, width = x_BSD.shape
         valid_BS = self.valid(x_BSD, context)
         logits_BSE = self.logits(x_BSD)
-        weights_TK, chosen_TK = router.select(router_of(self.moe), logits_BSE.reshape(batch * length, -1), valid_T=valid_BS.reshape(-1))
+        weights_TK, chosen_TK = router.select(
+            router_of(self.moe), logits_BSE.reshape(batch * length, -1), value(self.correction), valid_BS.reshape(-1)
+        )
         y_TD, lost = expert.moe(x_BSD.reshape(-1, width), weights_TK, chosen_TK, self.experts, self.dispatch)
         y_BSD = y_TD.reshape(x_BSD.shape)
         if self.shared is not None:

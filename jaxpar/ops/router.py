@@ -64,7 +64,8 @@ def select(
     """The experts of each token, largest first, and their weights: ([T, K], [T, K] int32). The lower expert wins a tie.
 
     `bias` is added to the scores for the choice only, never to the weights: auxiliary-loss-free balancing (Wang et al. 2024, eq. 3). It has
-    no gradient. Tokens that are not `valid` get expert E and weight 0.
+    no gradient. Tokens that are not `valid` get expert E and weight 0; one of whose logits any is NaN or infinite gets NaN, which the
+    step's guard sees in the loss.
     """
     experts = logits_TE.shape[-1]
     assert router.k <= experts and experts % router.groups == 0, f"{router} of {experts} experts"
@@ -79,7 +80,9 @@ def select(
         weights_TK = jax.nn.softmax(weights_TK, axis=-1)
     elif router.normalise:
         weights_TK = weights_TK / (weights_TK.sum(-1, keepdims=True) + 1e-20)
-    weights_TK = weights_TK * router.scale
+    # A sort may put not-a-number last, and nobody would see it in the loss.
+    broken_T1 = ~(logits < jnp.inf).all(-1, keepdims=True)
+    weights_TK = jnp.where(broken_T1, jnp.nan, weights_TK * router.scale)
     if valid_T is not None:
         weights_TK = jnp.where(valid_T[:, None], weights_TK, 0)
         chosen_TK = jnp.where(valid_T[:, None], chosen_TK, experts)

@@ -119,10 +119,13 @@ def test_half_precision_logits_are_scored_in_float32(drawn):
     np.testing.assert_array_equal(weights, router.select(Router(), half.astype(jnp.float32))[0])
 
 
-def test_not_a_number_reaches_the_weights():
-    """The step guard sees it in the loss; routing does not hide it."""
-    weights, chosen = router.select(Router(), jnp.asarray([[0.0, jnp.nan, 1, 2]]))
-    assert jnp.isnan(weights).any() and (chosen < 4).all()
+@pytest.mark.parametrize("kind", router.KINDS)
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_not_a_number_reaches_the_weights(kind, value):
+    """The step guard sees it in the loss; routing does not hide it, whatever place a sort gives it. Padding's does not matter."""
+    logits = jnp.asarray([[0.0, value, 1, 2], [3.0, 1, 2, 0], [0.0, value, 1, 2]])
+    weights, chosen = router.select(Router(kind=kind), logits, valid_T=jnp.asarray([True, True, False]))
+    assert jnp.isnan(weights[0]).all() and jnp.isfinite(weights[1:]).all() and (chosen[:2] < 4).all()
 
 
 def test_expert_choice():
