@@ -118,10 +118,21 @@ def expert_choice(logits_BSE: jax.Array, taken: int, valid_BS: jax.Array | None 
     return jnp.where(real, weights_BEC, 0), jnp.where(real, tokens_BEC, sequence).astype(jnp.int32)
 
 
-def jitter(x: jax.Array, amount: float, key: jax.Array) -> jax.Array:
-    """x times noise that is uniform in [1 - amount, 1 + amount], an element each. Fedus et al., Switch Transformer (2021), section 2.2."""
-    noise = jax.random.uniform(key, x.shape, jnp.promote_types(x.dtype, jnp.float32), 1 - amount, 1 + amount)
-    return (x * noise).astype(x.dtype)
+def jitter(x_BSD: jax.Array, amount: float, key: jax.Array, rows_B: jax.Array, tokens_S: jax.Array) -> jax.Array:
+    """x times noise that is uniform in [1 - amount, 1 + amount], an element each. Fedus et al., Switch Transformer (2021), section 2.2.
+
+    The noise is a function of (key, row, token, feature) alone, as `dropout`'s mask is, so that no sharding changes it. Fold seed, step and
+    layer into the key.
+    """
+    dtype = jnp.promote_types(x_BSD.dtype, jnp.float32)
+
+    def token(row_key: jax.Array, place: jax.Array) -> jax.Array:
+        return jax.random.bits(jax.random.fold_in(row_key, place), x_BSD.shape[-1:], jnp.uint32)
+
+    row_keys = jax.vmap(lambda row: jax.random.fold_in(key, row))(rows_B)
+    bits_BSD = jax.vmap(jax.vmap(token, (None, 0)), (0, None))(row_keys, tokens_S)
+    noise_BSD = 1 + amount * (bits_BSD.astype(dtype) * 2.0**-31 - 1)
+    return (x_BSD * noise_BSD).astype(x_BSD.dtype)
 
 
 def count(chosen_BSK: jax.Array, experts: int) -> jax.Array:

@@ -19,10 +19,12 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jaxpar.config import Config
 from jaxpar.mesh import BATCH, REPLICA, SEQ, TENSOR
+from jaxpar.models import pattern
 from jaxpar.models.decoder import DecoderFunctions, declared, decoder_functions
 from jaxpar.models.options import train_options
 from jaxpar.parallel import collectives, joint, remat, zero
 from jaxpar.parallel import context as context_parallel
+from jaxpar.parallel.chain import Chain
 from jaxpar.parallel.ring import Ring
 from jaxpar.parallel.sequence import boundary
 from jaxpar.parallel.stack import Context, LayerStack
@@ -181,9 +183,16 @@ class Gradients:
         shards = self.mesh.shape[TENSOR] if self.config.train.sequence_parallel else 1
         return split[1] if ids_BS.size <= rows * shards else ()
 
-    def stack(self) -> LayerStack:
-        """The layer stack with this run's remat policy, interleaving and ZeRO."""
-        train, places = self.config.train, self.trained(self.places)["layers"]
+    def stack(self) -> LayerStack | Chain:
+        """The layers with this run's remat policy, interleaving and ZeRO; a chain where dense ones come first."""
+        places, found = self.trained(self.places)["layers"], pattern.segments(self.config.model)
+        if len(found) == 1:
+            return self.stack_of(found[0], places)
+        return Chain({segment.name: self.stack_of(segment, places[segment.name]) for segment in found})
+
+    def stack_of(self, segment: pattern.Segment, places: Tree) -> LayerStack:
+        """One stack, whose parameters lie in `places`."""
+        train = self.config.train
         gather: Callable[[Tree], Tree] | None = None
         if train.zero == 3:
             gather = lambda shards: zero.gather_layer(shards, {name: places[name] for name in shards}, train.compute_dtype)  # noqa: E731
@@ -191,10 +200,10 @@ class Gradients:
         if train.zero >= 2:
             reduce = lambda grads: zero.scatter_layer(grads, places, train.reduce_dtype)  # noqa: E731
         # A block that is computed again begins with attention: the MLP's weights, the larger part, can travel meanwhile.
-        again = ("mlp",) if train.remat == "block" else ()
+        again = ("mlp",) if train.remat == "block" and segment.size == 1 else ()
         # The backward of a chunked MLP stays one loop: cut in two, it would keep the hidden values of all tokens in between.
         return LayerStack(
-            self.functions.block,
+            self.functions.block_of(segment.name),
             remat.policy(train.remat),
             gather,
             reduce,
@@ -210,12 +219,12 @@ class Gradients:
         read = {name: batch[name] for name in names}
         if "segments" in read and self.config.mesh.seq > 1:
             read["segments_row"] = collectives.all_gather(read["segments"], SEQ, dim=1)
-        shared = {"dropout": key} if model.dropout else {}
-        if model.dropout and self.config.mesh.seq > 1:
+        drawn = model.dropout or (model.moe.experts and model.moe.jitter)
+        shared = {"dropout": key} if drawn else {}
+        if drawn and self.config.mesh.seq > 1:
             length = read["positions"].shape[1]
             shared["tokens"] = context_parallel.row_tokens(self.config.train.context, jnp.arange(length, dtype=jnp.int32), length)
-        layer: Tree = {"index": jnp.arange(model.layers, dtype=jnp.int32), "window": jnp.asarray(model.layer_windows, jnp.int32)}
-        return Context(batch=read, shared=shared, layer={**layer, "held": held} if held else layer)
+        return Context(batch=read, shared=shared, layer=pattern.flags(model, held or {}))
 
 
 def build_gradients(config: Config, mesh: Mesh) -> Gradients:

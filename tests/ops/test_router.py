@@ -142,10 +142,16 @@ def test_expert_choice():
 
 
 def test_jitter():
-    x = jnp.full((50, 40), 2.0)
-    noisy = router.jitter(x, 0.1, jax.random.key(0))
-    assert 1.8 <= noisy.min() < 1.81 and 2.19 < noisy.max() <= 2.2 and abs(noisy.mean() - 2) < 0.01
-    np.testing.assert_array_equal(router.jitter(x, 0.0, jax.random.key(0)), x)
+    """Uniform noise of each element; of rows and tokens that are here, whichever others are; its gradient is the noise."""
+    x, key = jnp.full((8, 50, 40), 2.0), jax.random.key(0)
+    rows, tokens = jnp.arange(8), jnp.arange(50)
+    noisy = router.jitter(x, 0.1, key, rows, tokens)
+    assert 1.8 <= noisy.min() < 1.801 and 2.199 < noisy.max() <= 2.2 and abs(noisy.mean() - 2) < 0.005
+    assert abs(noisy.std() - 0.2 / 3**0.5) < 0.002 and len(np.unique(noisy)) > 15_000
+    np.testing.assert_array_equal(router.jitter(x[2:5, 10:], 0.1, key, rows[2:5], tokens[10:]), noisy[2:5, 10:])
+    np.testing.assert_array_equal(router.jitter(x, 0.0, key, rows, tokens), x)
+    gradient = jax.grad(lambda x: router.jitter(x, 0.1, key, rows, tokens).sum())(x)
+    np.testing.assert_allclose(gradient, noisy / 2, rtol=1e-15)
 
 
 @pytest.fixture(scope="module")
