@@ -312,9 +312,11 @@ def _check_experts(config: Config) -> None:
         )
     k = config.model.moe.per_token
     if train.expert_dispatch == "capacity" and train.expert_capacity < 1 / k:
+        tokens = train.batch * config.data.sequence
+        alone = round(tokens * (1 - k * train.expert_capacity))
         raise ValueError(
-            f"train.expert_capacity: {train.expert_capacity} is below 1/k = {1 / k:g}, so at least "
-            f"{1 - train.expert_capacity:.0%} of all choices would be dropped and some tokens pass no expert; use 1 or more"
+            f"train.expert_capacity: {train.expert_capacity} is below 1/k = {1 / k:g}: at least {1 - train.expert_capacity:.0%} of all "
+            f"choices would be dropped, and about {alone:,} of a step's {tokens:,} tokens or more would pass no expert; use 1 or more"
         )
 
 

@@ -83,8 +83,8 @@ class DecoderFunctions:
         return vocabulary.embed(table_VD, ids_BS, self.boundary, scale)
 
     def block(self, layer_params: Tree, x_BSD: jax.Array, context: Context) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """One layer, or one group: (y, aux), see `Block` and `Group`. `layer_params` is one slice of `layers`, `context.layer` that layer's.
-        Its state may come as `held` in there, which no gradient reaches."""
+        """One layer or group: (y, aux), see `Block` and `Group`. `layer_params` is one slice of `layers`, `context.layer` that layer's.
+        State may come in there as `held`, which no gradient reaches."""
         return self.bind_block(merge(layer_params, context.layer.get("held", {})))(x_BSD, context)
 
     def first_block(self, layer_params: Tree, x_BSD: jax.Array, context: Context) -> tuple[jax.Array, dict[str, jax.Array]]:

@@ -33,11 +33,11 @@ FIRST, REST = "first", "rest"
 
 
 class Segment(NamedTuple):
-    """A stack: `count` units of `size` layers, from layer `start`."""
+    """A stack: `units` of `size` layers each, from layer `start`."""
 
     name: str
     start: int
-    count: int
+    units: int
     size: int
 
 
@@ -79,14 +79,14 @@ class Layers(nnx.Module):
 
     def __init__(self, config: ModelConfig):
         first, rest = segments(config)
-        self.first = stacked(unit(config, Replicated(), Options(), first), first.count)
-        self.rest = stacked(unit(config, Replicated(), Options(), rest), rest.count)
+        self.first = stacked(unit(config, Replicated(), Options(), first), first.units)
+        self.rest = stacked(unit(config, Replicated(), Options(), rest), rest.units)
 
 
 def declared_layers(config: ModelConfig) -> nnx.Module:
     """The parameters of all layers."""
     first, *more = segments(config)
-    return Layers(config) if more else stacked(unit(config, Replicated(), Options(), first), first.count)
+    return Layers(config) if more else stacked(unit(config, Replicated(), Options(), first), first.units)
 
 
 def flags(config: ModelConfig, held: dict[str, Any]) -> dict[str, Any]:
@@ -95,8 +95,8 @@ def flags(config: ModelConfig, held: dict[str, Any]) -> dict[str, Any]:
     index, window = jnp.arange(config.layers, dtype=jnp.int32), jnp.asarray(config.layer_windows, jnp.int32)
 
     def of(segment: Segment, held: dict[str, Any]) -> dict[str, Any]:
-        shape = (segment.count, segment.size) if segment.size > 1 else (segment.count,)
-        end = segment.start + segment.count * segment.size
+        shape = (segment.units, segment.size) if segment.size > 1 else (segment.units,)
+        end = segment.start + segment.units * segment.size
         found: dict[str, Any] = {name: a[segment.start : end].reshape(shape) for name, a in (("index", index), ("window", window))}
         return {**found, "held": held} if held else found
 

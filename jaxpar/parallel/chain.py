@@ -42,7 +42,7 @@ class Chain:
             parts[name] = daux[done : done + saved[name][1]]
             done += saved[name][1]
         found = {}
-        for name, stack in reversed(self.stacks.items()):
+        for name, stack in reversed(list(self.stacks.items())):
             own = None if grads is None else grads[name]
             dy, found[name] = stack.backward(layers[name], saved[name][0], dy, parts[name], own, before)
             before = ()

@@ -123,7 +123,8 @@ class Gradients:
             outer = cast | zero.gather(outer, {name: self.places[name] for name in outer}, train.compute_dtype)
         table = {"embedding": outer["embedding"]}
         head = outer if self.config.model.tied else {name: part for name, part in outer.items() if name != "embedding"}
-        stack, context = self.stack(), self.context(key, batch, held)
+        stack: Any = self.stack()
+        context = self.context(key, batch, held)
 
         x, embed_backward = jax.vjp(lambda p: self.functions.embed(p, batch["ids"], context, columns), table)
         y, saved, aux_layers = stack.forward(layers, x, context)
