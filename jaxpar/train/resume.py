@@ -27,6 +27,7 @@ SAME = {
         *("rope", "norm_eps", "norm_one_plus", "activation", "windows"),
         *("score_scale", "score_softcap", "logit_softcap", "embedding_scale"),
         *("moe.per_token", "moe.router", "moe.normalise", "moe.scale", "moe.groups", "moe.kept_groups", "moe.group_best"),
+        *("moe.activation",),
     ),
 }
 
