@@ -24,6 +24,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxpar.config import Config, require
 from jaxpar.mesh import BATCH, DATA, SEQ, TENSOR
+from jaxpar.models import pattern
 from jaxpar.models.decoder import DecoderFunctions, cache_shape, declared, decoder_functions
 from jaxpar.models.options import Options
 from jaxpar.parallel import context as context_parallel
@@ -213,17 +214,25 @@ class Generator:
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """Embedding and layers on new tokens: (x[B, S, D], cache). The cache is carried whole, so that a loop updates it in place."""
         model = self.config.model
-        flags = {"index": jnp.arange(model.layers, dtype=jnp.int32), "window": jnp.asarray(model.layer_windows, jnp.int32)}
+        found, flags = pattern.segments(model), pattern.flags(model, {})
         batch = {"positions": positions_BS, "segments": segments_BS, **slots}
 
-        def layer(carry: Any, part: Any) -> tuple[Any, None]:
-            (x_BSD, cache), (weights, own) = carry, part
+        def one(carry: Any, block: Any, own: Tree) -> Any:
+            x_BSD, cache = carry
             mine = jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, own["index"], keepdims=False), cache)
-            x_BSD, mine = self.functions.block_cached(weights, x_BSD, Context(batch, {}, own), mine)
-            return (x_BSD, jax.tree.map(lambda a, b: lax.dynamic_update_index_in_dim(a, b, own["index"], 0), cache, mine)), None
+            x_BSD, mine = block.cached(x_BSD, Context(batch, {}, own), mine)
+            return x_BSD, jax.tree.map(lambda a, b: lax.dynamic_update_index_in_dim(a, b, own["index"], 0), cache, mine)
 
-        x_BSD = self.functions.embed(params, ids_BS, Context(batch, {}, flags))
-        return lax.scan(layer, (x_BSD, cache), (params["layers"], flags))[0]
+        def unit(carry: Any, part: Any, name: str) -> tuple[Any, None]:
+            for block, own in self.functions.blocks(name, *part):
+                carry = one(carry, block, own)
+            return carry, None
+
+        carry = self.functions.embed(params, ids_BS, Context(batch, {}, flags)), cache
+        for name in (segment.name for segment in found):
+            parts = (params["layers"], flags) if len(found) == 1 else (params["layers"][name], flags[name])
+            carry, _ = lax.scan(functools.partial(unit, name=name), carry, parts)
+        return carry
 
     def _chosen(self, logits_B1V: jax.Array, state: State, prompts: Prompts, choice: Choice, how: str) -> State:
         """`state` with the next token of each row chosen and written down, where the row wants one."""

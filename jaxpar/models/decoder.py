@@ -96,11 +96,15 @@ class DecoderFunctions:
         """The block of the stack of that name."""
         return self.first_block if name == FIRST else self.block
 
+    def blocks(self, name: str, layer_params: Tree, flags: Tree) -> list[tuple[Block, Tree]]:
+        """The layers of one slice of the stack of that name, each with its own of `flags`: one, or a group's."""
+        bound = self.bind_first(layer_params) if name == FIRST and self.bind_first is not None else self.bind_block(layer_params)
+        return bound.blocks(flags) if isinstance(bound, Group) else [(bound, flags)]
+
     def block_cached(self, layer_params: Tree, x_BSD: jax.Array, context: Context, cache: Cache) -> tuple[jax.Array, Cache]:
-        """One layer on S new tokens with `key` and `value` [B, M, K_tensor, H] of the earlier ones; see `Attention.cached`. Not for models
-        whose layers differ."""
-        block = self.bind_block(layer_params)
-        assert isinstance(block, Block)
+        """One layer on S new tokens with `key` and `value` [B, M, K_tensor, H] of the earlier ones; see `Attention.cached`. For models
+        whose layers are alike."""
+        ((block, _),) = self.blocks(REST, layer_params, context.layer)
         return block.cached(x_BSD, context, cache)
 
     def loss(self, params: Tree, x_BSD: jax.Array, labels_BS: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:

@@ -59,12 +59,15 @@ class Group(nnx.Module):
 
     def __call__(self, x_BSD: jax.Array, context: Context) -> tuple[jax.Array, dict[str, jax.Array]]:
         """x as it lies between blocks -> (y likewise, aux of the layer with experts). `context.layer` has a dim of layers in front."""
-        own = {name: leaf for name, leaf in context.layer.items() if name != "held"}
         aux: dict[str, jax.Array] = {}
-        for n in range(self.dense + 1):
-            block = getattr(self, f"dense{n}") if n < self.dense else self.sparse
-            x_BSD, aux = block(x_BSD, context._replace(layer={name: leaf[n] for name, leaf in own.items()}))
+        for block, own in self.blocks(context.layer):
+            x_BSD, aux = block(x_BSD, context._replace(layer=own))
         return x_BSD, aux
+
+    def blocks(self, flags: dict[str, Any]) -> list[tuple[Block, dict[str, Any]]]:
+        """Its layers in order, each with its own flags."""
+        blocks = [*(getattr(self, f"dense{n}") for n in range(self.dense)), self.sparse]
+        return [(block, {name: leaf[n] for name, leaf in flags.items() if name != "held"}) for n, block in enumerate(blocks)]
 
 
 def unit(config: ModelConfig, boundary: Boundary, options: Options, segment: Segment) -> nnx.Module:

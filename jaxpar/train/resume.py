@@ -26,8 +26,8 @@ SAME = {
     "model": (
         *("rope", "norm_eps", "norm_one_plus", "activation", "windows"),
         *("score_scale", "score_softcap", "logit_softcap", "embedding_scale"),
-        *("moe.per_token", "moe.router", "moe.normalise", "moe.scale", "moe.groups", "moe.kept_groups", "moe.group_best"),
-        *("moe.activation",),
+        *("moe.activation", "moe.per_token", "moe.router", "moe.normalise", "moe.scale"),
+        *("moe.groups", "moe.kept_groups", "moe.group_best"),
     ),
 }
 

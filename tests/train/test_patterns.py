@@ -4,11 +4,15 @@ biases. Loss and every gradient against the reference, which goes layer by layer
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxpar.config import MeshShape
+from jaxpar.decode import build_generator
+from jaxpar.mesh import make_mesh
 from jaxpar.models import pattern
+from tests.models import reference
 from tests.train import runs
 from tests.train.test_experts import MODEL, check, model
 
@@ -86,3 +90,18 @@ def test_a_chain_trains():
     assert metrics["expert_overflow"] == 0 and np.any(ends[1]["layers"]["rest"]["sparse"]["mlp"]["correction"])
     np.testing.assert_array_equal(*(end["layers"]["rest"]["sparse"]["mlp"]["correction"] for end in ends))
     assert runs.gap(*ends)[0] < 1e-9
+
+
+@pytest.mark.slow
+def test_generation_goes_through_the_same_layers():
+    """Each greedy token is the likeliest by the whole forward of the reference, on a row as long as the prompt and what follows."""
+    config = MIXED
+    built = build_generator(
+        runs.config(model=config), make_mesh(MeshShape(data=2), jax.devices()[:2]), jax.tree.map(jnp.asarray, runs.host_params(config))
+    )
+    prompts = [[3, 1, 4, 1, 5], [9, 2]]
+    for prompt, found in zip(prompts, built.generate(prompts, 5), strict=True):
+        ids = jnp.asarray([[*prompt, *found]])
+        batch = {"ids": ids, "positions": jnp.arange(ids.shape[1])[None], "segments": jnp.ones_like(ids)}
+        likeliest = reference.logits(jax.tree.map(jnp.asarray, runs.host_params(config)), batch, config)[0].argmax(-1)
+        np.testing.assert_array_equal(likeliest[len(prompt) - 1 : -1], found)
