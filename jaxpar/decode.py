@@ -1,4 +1,5 @@
-"""Text generation on a mesh of data × expert × seq × tensor: prompts of any lengths in a batch, a key/value cache, one program from them to tokens.
+"""Text generation on a mesh of data × expert × seq × tensor: prompts of any lengths in a batch, a key/value cache,
+one program from them to tokens.
 
     Generator         a model on a mesh; `generate(prompts, tokens, ...)`
     build_generator   from a run's configuration and parameters, wherever these live
@@ -281,8 +282,8 @@ def parameter_places(config: Config, mesh: Mesh) -> tuple[Tree, Tree]:
 
 def _dropless(config: Config, mesh: Mesh) -> Config:
     """Experts over `expert` alone, since tokens are equal along `tensor`, all tokens gathered, with room for every choice."""
-    ways = float(mesh.shape[EXPERT])
-    return replace(config, train=replace(config.train, expert_axes=(EXPERT,), expert_dispatch="gather", expert_buffer=ways))
+    room = float(mesh.shape[EXPERT])
+    return replace(config, train=replace(config.train, expert_axes=(EXPERT,), expert_dispatch="gather", expert_buffer=room))
 
 
 def build_generator(config: Config, mesh: Mesh, params: Tree) -> Generator:

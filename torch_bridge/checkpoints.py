@@ -51,7 +51,8 @@ def default_run(source: Source) -> Config:
 
 
 def run_of(source: Source, run: Config, out: Path) -> Config:
-    """`run` with the model of `source` (dropout stays the run's, and the losses of routers where it weighs any), its tokenizer unless the run names one, `out` as checkpoint folder."""
+    """`run` with the model of `source` (dropout stays the run's, as do routers' losses where it has any), its tokenizer unless it names
+    one, `out` as checkpoint folder."""
     data = run.data
     if data.tokenizer is None and data.source != "tokens" and (source.folder / TOKENIZER).is_file():
         data = dataclasses.replace(data, tokenizer=str(out / TOKENIZER))

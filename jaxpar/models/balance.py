@@ -21,9 +21,10 @@ def loss(moe: MoeConfig, aux: dict[str, jax.Array], sequences: int, accumulation
 
     `aux` is `MoE.aux` stacked over layers. Balance is summed over layers; within a layer it is the mean over the step's sequences, whose
     values depend on each sequence alone (scope `sequence`), or the mean over its microbatches of the loss of all devices' tokens together
-    (scope `microbatch`; sends L E counts, and depends on how the step is cut in microbatches). Scope `layers` is the latter of loads and shares
-    averaged over layers, one loss instead of L, and k at balance: transformers' `load_balancing_loss_func` of a microbatch. z-loss and entropy are means over sequences
-    of the means over a sequence's tokens. The metrics are unweighted, means over layers; `expert_overflow` and
+    (scope `microbatch`; sends L E counts, and depends on how the step is cut in microbatches). Scope `layers` is the latter of loads and
+    shares averaged over layers, one loss instead of L, and k at balance: transformers' `load_balancing_loss_func` of a microbatch. z-loss
+    and entropy are means over sequences of the means over a sequence's tokens. The metrics are unweighted, means over layers, balance 1
+    where the load is even; `expert_overflow` and
     `expert_dropped` count choices (`parallel/expert.py`).
     """
     layers, weight = aux["load"].shape[0], moe.balance_weight

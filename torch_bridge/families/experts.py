@@ -89,7 +89,7 @@ def read_experts(settings: Settings, traits: ExpertTraits, layers: int | None, m
             settings.refuse(traits.count_key if name == "experts" else traits.width_key, "at least 1", str(value))
     if traits.patterned:
         _every_layer(settings, layers)
-    if len(settings.problems) > before:
+    if len(settings.problems) > before or None in (count, per_token, fields["width"]):
         return None
     try:
         return MoeConfig(**fields)

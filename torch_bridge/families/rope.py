@@ -40,8 +40,8 @@ ORIGINAL = "original_max_position_embeddings"
 
 
 def read_rope(settings: Settings, static_length: int | None, usual: float = THETA) -> RopeConfig | None:
-    """The rope of a configuration; None when a problem was noted. `static_length` is what the user declares for dynamic scaling, `usual` the
-    class's default of theta."""
+    """The rope of a configuration; None when a problem was noted. `static_length` is what the user declares for dynamic scaling,
+    `usual` the class's default of theta."""
     before = len(settings.problems)
     section, name = _section(settings)
     kind = _type(settings, section, name)
