@@ -48,14 +48,19 @@ class MoeConfig:
         if self.experts == 0:
             return
         require(self.experts >= 1, f"model.moe.experts: {self.experts} must be at least 1, or 0 for a dense model")
-        one_of("model.moe.router", self.router, ("softmax_topk", "topk_softmax", "sigmoid"))
+        one_of("model.moe.router", self.router, ("softmax_topk", "topk_softmax", "sigmoid", "expert_choice"))
         one_of("model.moe.balance", self.balance, ("sequence", "microbatch", "layers"))
         require(self.per_token >= 1, f"model.moe.per_token: {self.per_token} must be at least 1")
         require(
             self.per_token <= self.experts,
             f"model.moe.per_token: {self.per_token} experts of a token exceed model.moe.experts {self.experts}",
         )
-        constant = self.router == "topk_softmax" or self.normalise
+        choosing = self.router == "expert_choice"
+        require(
+            not choosing or (self.groups == 1 and not self.correction),
+            "model.moe.router: with expert_choice the load is even and there are no groups; set correction false and groups 1",
+        )
+        constant = self.router == "topk_softmax" or (self.normalise and not choosing)
         require(
             self.per_token > 1 or not constant,
             "model.moe.per_token: the weight of a single normalised expert is always 1, so its router would learn nothing; "
