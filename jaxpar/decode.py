@@ -27,12 +27,13 @@ from jaxpar.mesh import BATCH, DATA, SEQ, TENSOR
 from jaxpar.models.decoder import DecoderFunctions, cache_shape, declared, decoder_functions
 from jaxpar.models.options import Options
 from jaxpar.parallel import context as context_parallel
-from jaxpar.parallel import sampling
+from jaxpar.parallel import runs, sampling
 from jaxpar.parallel.collectives import all_reduce, all_reduce_max, vary
 from jaxpar.parallel.context.cache import slot_positions
 from jaxpar.parallel.context.layout import layout
 from jaxpar.parallel.sequence import Replicated
 from jaxpar.parallel.stack import Context
+from jaxpar.parallel.stacked import pick
 from jaxpar.parallel.tensor import check_heads
 from jaxpar.params import Parameter, Tree, map_leaves, partition_specs, shardings
 from jaxpar.rules import DENSE, Rules
@@ -212,18 +213,19 @@ class Generator:
         slots: dict[str, jax.Array],
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """Embedding and layers on new tokens: (x[B, S, D], cache). The cache is carried whole, so that a loop updates it in place."""
-        model = self.config.model
-        flags = {"index": jnp.arange(model.layers, dtype=jnp.int32), "window": jnp.asarray(model.layer_windows, jnp.int32)}
-        batch = {"positions": positions_BS, "segments": segments_BS, **slots}
+        batch, windows = {"positions": positions_BS, "segments": segments_BS, **slots}, self.config.model.layer_windows
+        distinct = list(dict.fromkeys(windows))
 
-        def layer(carry: Any, part: Any) -> tuple[Any, None]:
-            (x_BSD, cache), (weights, own) = carry, part
-            mine = jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, own["index"], keepdims=False), cache)
-            x_BSD, mine = self.functions.block_cached(weights, x_BSD, Context(batch, {}, own), mine)
-            return (x_BSD, jax.tree.map(lambda a, b: lax.dynamic_update_index_in_dim(a, b, own["index"], 0), cache, mine)), None
+        def layer(carry: Any, at: runs.Place) -> tuple[Any, None]:
+            x_BSD, cache = carry
+            own = {"index": jnp.asarray(at.layer, jnp.int32), "window": distinct[at.kind]}
+            x_BSD, mine = self.functions.block_cached(
+                pick(params["layers"], at.layer), x_BSD, Context(batch, {}, own), pick(cache, at.layer)
+            )
+            return (x_BSD, jax.tree.map(lambda a, b: lax.dynamic_update_index_in_dim(a, b, at.layer, 0), cache, mine)), None
 
-        x_BSD = self.functions.embed(params, ids_BS, Context(batch, {}, flags))
-        return lax.scan(layer, (x_BSD, cache), (params["layers"], flags))[0]
+        x_BSD = self.functions.embed(params, ids_BS, Context(batch, {}, {}))
+        return runs.walk(runs.fold(runs.number(windows)), layer, (x_BSD, cache))[0]
 
     def _chosen(self, logits_B1V: jax.Array, state: State, prompts: Prompts, choice: Choice, how: str) -> State:
         """`state` with the next token of each row chosen and written down, where the row wants one."""

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import jax
 from flax import nnx
@@ -26,6 +27,8 @@ from jaxpar.params import Tree, bind, collect, padded_vocabulary
 
 if TYPE_CHECKING:
     from jaxpar.parallel.stack import Context
+
+LayerFunction = Callable[[Tree, Any, Any], tuple[Any, Tree]]  # (layer's parameters, x, context) -> (y, aux)
 
 
 class Table(nnx.Module):
@@ -79,8 +82,20 @@ class DecoderFunctions:
         return vocabulary.embed(table_VD, ids_BS, self.boundary, scale)
 
     def block(self, layer_params: Tree, x_BSD: jax.Array, context: Context) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """One layer: (y, {}). `layer_params` is one slice of `layers`, `context.layer` that layer's. Sends two `enter` and two `leave`."""
+        """One layer: (y, {}). `layer_params` is one slice of `layers`, `context.layer` that layer's, its `window` a number or
+        an array. Sends two `enter` and two `leave`."""
         return self.bind_block(layer_params)(x_BSD, context), {}
+
+    @property
+    def blocks(self) -> tuple[LayerFunction, ...]:
+        """`block` of each layer, with the layer's attention window known while tracing. Layers of one window have the same function."""
+
+        def known(window: int, layer_params: Tree, x_BSD: jax.Array, context: Context) -> tuple[jax.Array, dict[str, jax.Array]]:
+            return self.block(layer_params, x_BSD, context._replace(layer=context.layer | {"window": window}))
+
+        windows = self.config.layer_windows
+        of = {window: partial(known, window) for window in windows}
+        return tuple(of[window] for window in windows)
 
     def block_cached(self, layer_params: Tree, x_BSD: jax.Array, context: Context, cache: Cache) -> tuple[jax.Array, Cache]:
         """One layer on S new tokens with `key` and `value` [B, M, K_tensor, H] of the earlier ones; see `Attention.cached`."""

@@ -185,7 +185,7 @@ class Gradients:
         again = ("mlp",) if train.remat == "block" else ()
         # The backward of a chunked MLP stays one loop: cut in two, it would keep the hidden values of all tokens in between.
         return LayerStack(
-            self.functions.block,
+            self.functions.blocks,
             remat.policy(train.remat),
             gather,
             reduce,

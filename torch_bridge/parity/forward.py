@@ -33,7 +33,7 @@ def logits(training: Training, params: Tree, batch: Arrays) -> np.ndarray:
     functions, train = training.gradients.functions, training.config.train
 
     def local(weights: Tree, batch: Arrays, context: Context) -> jax.Array:
-        stack = LayerStack(functions.block, remat.policy(train.remat))
+        stack = LayerStack(functions.blocks, remat.policy(train.remat))
         y_BSD, _, _ = stack.forward(weights["layers"], functions.embed(weights, batch["ids"], context), context)
         return functions.logits(weights, y_BSD)
 
