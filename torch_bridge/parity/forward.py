@@ -17,7 +17,9 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from jaxpar.mesh import BATCH, SEQ, TENSOR
+from jaxpar.models.pattern import segments
 from jaxpar.parallel import remat, zero
+from jaxpar.parallel.chain import linked
 from jaxpar.parallel.stack import Context, LayerStack
 from jaxpar.params import Tree
 from jaxpar.train.gradients import BATCH_SPECS
@@ -33,7 +35,8 @@ def logits(training: Training, params: Tree, batch: Arrays) -> np.ndarray:
     functions, train = training.gradients.functions, training.config.train
 
     def local(weights: Tree, batch: Arrays, context: Context) -> jax.Array:
-        stack = LayerStack(functions.block, remat.policy(train.remat))
+        stacks = {each.name: LayerStack(functions.blocks(each), remat.policy(train.remat)) for each in segments(training.config.model)}
+        stack = linked(stacks)
         y_BSD, _, _ = stack.forward(weights["layers"], functions.embed(weights, batch["ids"], context), context)
         return functions.logits(weights, y_BSD)
 
