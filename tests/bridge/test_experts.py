@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers
 
+from jaxpar import configfile
 from jaxpar.config import MeshShape, ModelConfig, MoeConfig, TrainConfig
 from jaxpar.mesh import make_mesh
 from jaxpar.models.decoder import Decoder
@@ -24,9 +25,11 @@ from torch_bridge.checkpoints import import_folder, open_weights, run_of
 from torch_bridge.compare import compare
 from torch_bridge.convert import default_places, export_params, import_params, read_model, torch_arrays, tree_of_arrays
 from torch_bridge.families import find_family, infer_family
+from torch_bridge.families.experts import with_training
 from torch_bridge.formats.safetensors import FileTensor
 from torch_bridge.mapping import bind, expected_shapes, to_torch
 from torch_bridge.report import BridgeError
+from torch_bridge.source import bindings as source_bindings
 from torch_bridge.views import ArrayView, box_shape, read_all
 
 NAMES = tuple(hostile.EXPERTS)
@@ -67,6 +70,34 @@ def test_settings_of_the_hub():
     qwen |= {"mlp_only_layers": [], "sliding_window": None, "use_sliding_window": False, "max_window_layers": 4, "head_dim": 128}
     model, _ = read("qwen3_moe", **qwen, router_aux_loss_coef=0.001, rope_scaling=None)
     assert model.moe == MoeConfig(experts=12, per_token=4, width=20) and model.mlp_width == 24 and model.qk_norm
+
+
+LARGE = {
+    # config.json of mistralai/Mixtral-8x7B-v0.1 and Qwen/Qwen3-30B-A3B, and how many tensors their indexes list
+    "mixtral-8x7b": (
+        "mixtral",
+        {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_experts_per_tok": 2, "num_hidden_layers": 32}
+        | {"num_key_value_heads": 8, "num_local_experts": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6, "vocab_size": 32000},
+        995,
+    ),
+    "qwen3-30b-a3b": (
+        "qwen3_moe",
+        {"hidden_size": 2048, "intermediate_size": 6144, "num_attention_heads": 32, "num_experts_per_tok": 8, "num_hidden_layers": 48}
+        | {"num_key_value_heads": 4, "num_experts": 128, "rms_norm_eps": 1e-6, "rope_theta": 1e6, "vocab_size": 151936, "head_dim": 128}
+        | {"moe_intermediate_size": 768, "norm_topk_prob": True},
+        18867,
+    ),
+}
+
+
+@pytest.mark.parametrize("preset", LARGE)
+def test_presets_are_the_hubs_models(preset, tmp_path):
+    family, raw, tensors = LARGE[preset]
+    (tmp_path / "run.yaml").write_text(f"model: {{preset: {preset}}}\n")
+    wanted = configfile.load(tmp_path / "run.yaml").model
+    model, _ = read(family, **raw, max_position_embeddings=32768)
+    assert model == dataclasses.replace(wanted, moe=with_training(wanted.moe, model.moe))
+    assert len(expected_shapes(source_bindings(find_family(family), model))) == tensors
 
 
 @pytest.mark.parametrize("name", NAMES)
