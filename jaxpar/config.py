@@ -115,6 +115,12 @@ class MoeConfig:
     `normalise`, `scale` and the groups are), and a shared one of `shared_width` (0: none). `balance` is the scope of the balancing loss,
     `sequence` or `microbatch`, added with `balance_weight` for each layer, or `layers`, one loss of all layers together as transformers
     computes it; `z_weight` weighs each layer's squared log-sum-exp of logits.
+    With `correction` each layer's experts have a bias that only selects and that no gradient moves: after a step it rises by
+    `correction_rate` for experts below the mean load and falls for those above.
+
+    The first `dense_layers` layers have an MLP instead, and of the others all but every `every`-th. `activation` is the experts' ("": the
+    model's; clamped_swiglu is gpt-oss's), with `biases` those of router, gate, up and down. `jitter` multiplies what the router reads in
+    training by noise in 1 ± jitter.
     """
 
     experts: int = 0
@@ -130,6 +136,13 @@ class MoeConfig:
     balance: str = "sequence"
     balance_weight: float = 0.0
     z_weight: float = 0.0
+    correction: bool = False
+    correction_rate: float = 0.001
+    dense_layers: int = 0
+    every: int = 1
+    activation: str = ""
+    biases: bool = False
+    jitter: float = 0.0
 
     def __post_init__(self) -> None:
         if self.experts == 0:
@@ -148,10 +161,13 @@ class MoeConfig:
             "model.moe.per_token: the weight of a single normalised expert is always 1, so its router would learn nothing; "
             "use router softmax_topk or sigmoid with normalise false",
         )
-        for name in ("width", "shared_width", "balance_weight", "z_weight"):
+        for name in ("width", "shared_width", "balance_weight", "z_weight", "correction_rate"):
             require(getattr(self, name) >= 0, f"model.moe.{name}: {getattr(self, name)} must not be negative")
         require(self.scale > 0, f"model.moe.scale: {self.scale} must be positive")
-        for name in ("groups", "kept_groups", "group_best"):
+        require(0 <= self.jitter < 1, f"model.moe.jitter: {self.jitter} must be in [0, 1)")
+        one_of("model.moe.activation", self.activation, ("", "silu", "gelu_tanh", "clamped_swiglu"))
+        require(self.dense_layers >= 0, f"model.moe.dense_layers: {self.dense_layers} must not be negative")
+        for name in ("groups", "kept_groups", "group_best", "every"):
             require(getattr(self, name) >= 1, f"model.moe.{name}: {getattr(self, name)} must be at least 1")
         require(self.experts % self.groups == 0, f"model.moe.groups: {self.groups} does not divide model.moe.experts {self.experts}")
         require(self.kept_groups <= self.groups, f"model.moe.kept_groups: {self.kept_groups} exceeds model.moe.groups {self.groups}")
@@ -204,6 +220,14 @@ class ModelConfig:
             object.__setattr__(self, "head_width", self.width // self.heads)
         if self.moe.experts and self.moe.width == 0:
             object.__setattr__(self, "moe", replace(self.moe, width=self.mlp_width))
+        if self.moe.experts:
+            dense, rest = self.moe.dense_layers, self.layers - self.moe.dense_layers
+            require(rest >= 1, f"model.moe.dense_layers: {dense} of model.layers {self.layers} leave none with experts; use less")
+            works = ", ".join(map(str, _divisors(rest)))
+            require(
+                rest % self.moe.every == 0,
+                f"model.moe.every: {self.moe.every} does not divide the {rest} layers behind the dense ones; numbers that work: {works}",
+            )
         require(not (self.moe.experts and self.mlp_bias), "model.mlp_bias: experts have no biases; set it false")
         require(self.head_width >= 0, f"model.head_width: {self.head_width} must be positive, or 0 for width / heads")
         require(self.head_width % 2 == 0, f"model.head_width: {self.head_width} must be even for rope")

@@ -25,6 +25,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxpar.config import Config, require
 from jaxpar.mesh import BATCH, DATA, EXPERT, SEQ, TENSOR
+from jaxpar.models import pattern
 from jaxpar.models.decoder import DecoderFunctions, cache_shape, declared, decoder_functions
 from jaxpar.models.options import Options
 from jaxpar.parallel import context as context_parallel
@@ -215,17 +216,25 @@ class Generator:
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """Embedding and layers on new tokens: (x[B, S, D], cache). The cache is carried whole, so that a loop updates it in place."""
         model = self.config.model
-        flags = {"index": jnp.arange(model.layers, dtype=jnp.int32), "window": jnp.asarray(model.layer_windows, jnp.int32)}
+        found, flags = pattern.segments(model), pattern.flags(model, {})
         batch = {"positions": positions_BS, "segments": segments_BS, **slots}
 
-        def layer(carry: Any, part: Any) -> tuple[Any, None]:
-            (x_BSD, cache), (weights, own) = carry, part
+        def one(carry: Any, block: Any, own: Tree) -> Any:
+            x_BSD, cache = carry
             mine = jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, own["index"], keepdims=False), cache)
-            x_BSD, mine = self.functions.block_cached(weights, x_BSD, Context(batch, {}, own), mine)
-            return (x_BSD, jax.tree.map(lambda a, b: lax.dynamic_update_index_in_dim(a, b, own["index"], 0), cache, mine)), None
+            x_BSD, mine = block.cached(x_BSD, Context(batch, {}, own), mine)
+            return x_BSD, jax.tree.map(lambda a, b: lax.dynamic_update_index_in_dim(a, b, own["index"], 0), cache, mine)
 
-        x_BSD = self.functions.embed(params, ids_BS, Context(batch, {}, flags))
-        return lax.scan(layer, (x_BSD, cache), (params["layers"], flags))[0]
+        def unit(carry: Any, part: Any, name: str) -> tuple[Any, None]:
+            for block, own in self.functions.blocks(name, *part):
+                carry = one(carry, block, own)
+            return carry, None
+
+        carry = self.functions.embed(params, ids_BS, Context(batch, {}, flags)), cache
+        for name in (segment.name for segment in found):
+            parts = (params["layers"], flags) if len(found) == 1 else (params["layers"][name], flags[name])
+            carry, _ = lax.scan(functools.partial(unit, name=name), carry, parts)
+        return carry
 
     def _chosen(self, logits_B1V: jax.Array, state: State, prompts: Prompts, choice: Choice, how: str) -> State:
         """`state` with the next token of each row chosen and written down, where the row wants one."""
@@ -305,7 +314,7 @@ def build_generator(config: Config, mesh: Mesh, params: Tree) -> Generator:
             missing = parameter.shape[0] - parameter.rows
             array = jnp.pad(array[: parameter.rows], ((0, missing), *((0, 0),) * (array.ndim - 1)))
         assert array.shape == parameter.shape, f"{path}: {array.shape} is not {parameter.shape}"
-        return array.astype(dtype)
+        return array if parameter.role == "state" else array.astype(dtype)
 
     fitted = jax.jit(lambda params: map_leaves(fit, params, specs), out_shardings=shardings(partitions, mesh))(params)
     options = Options(

@@ -64,7 +64,8 @@ def select(
     """The experts of each token, largest first, and their weights: ([T, K], [T, K] int32). The lower expert wins a tie.
 
     `bias` is added to the scores for the choice only, never to the weights: auxiliary-loss-free balancing (Wang et al. 2024, eq. 3). It has
-    no gradient. Tokens that are not `valid` get expert E and weight 0.
+    no gradient. Tokens that are not `valid` get expert E and weight 0; one of whose logits any is NaN or infinite gets NaN, which the
+    step's guard sees in the loss.
     """
     experts = logits_TE.shape[-1]
     assert router.k <= experts and experts % router.groups == 0, f"{router} of {experts} experts"
@@ -79,7 +80,9 @@ def select(
         weights_TK = jax.nn.softmax(weights_TK, axis=-1)
     elif router.normalise:
         weights_TK = weights_TK / (weights_TK.sum(-1, keepdims=True) + 1e-20)
-    weights_TK = weights_TK * router.scale
+    # A sort may put not-a-number last, and nobody would see it in the loss.
+    broken_T1 = ~(logits < jnp.inf).all(-1, keepdims=True)
+    weights_TK = jnp.where(broken_T1, jnp.nan, weights_TK * router.scale)
     if valid_T is not None:
         weights_TK = jnp.where(valid_T[:, None], weights_TK, 0)
         chosen_TK = jnp.where(valid_T[:, None], chosen_TK, experts)
@@ -115,10 +118,21 @@ def expert_choice(logits_BSE: jax.Array, taken: int, valid_BS: jax.Array | None 
     return jnp.where(real, weights_BEC, 0), jnp.where(real, tokens_BEC, sequence).astype(jnp.int32)
 
 
-def jitter(x: jax.Array, amount: float, key: jax.Array) -> jax.Array:
-    """x times noise that is uniform in [1 - amount, 1 + amount], an element each. Fedus et al., Switch Transformer (2021), section 2.2."""
-    noise = jax.random.uniform(key, x.shape, jnp.promote_types(x.dtype, jnp.float32), 1 - amount, 1 + amount)
-    return (x * noise).astype(x.dtype)
+def jitter(x_BSD: jax.Array, amount: float, key: jax.Array, rows_B: jax.Array, tokens_S: jax.Array) -> jax.Array:
+    """x times noise that is uniform in [1 - amount, 1 + amount], an element each. Fedus et al., Switch Transformer (2021), section 2.2.
+
+    The noise is a function of (key, row, token, feature) alone, as `dropout`'s mask is, so that no sharding changes it. Fold seed, step and
+    layer into the key.
+    """
+    dtype = jnp.promote_types(x_BSD.dtype, jnp.float32)
+
+    def token(row_key: jax.Array, place: jax.Array) -> jax.Array:
+        return jax.random.bits(jax.random.fold_in(row_key, place), x_BSD.shape[-1:], jnp.uint32)
+
+    row_keys = jax.vmap(lambda row: jax.random.fold_in(key, row))(rows_B)
+    bits_BSD = jax.vmap(jax.vmap(token, (None, 0)), (0, None))(row_keys, tokens_S)
+    noise_BSD = 1 + amount * (bits_BSD.astype(dtype) * 2.0**-31 - 1)
+    return (x_BSD * noise_BSD).astype(x_BSD.dtype)
 
 
 def count(chosen_BSK: jax.Array, experts: int) -> jax.Array:

@@ -67,7 +67,8 @@ def block_facts(training: Training) -> Facts:
         dtype = gradients.config.train.compute_dtype
         outer = {"embedding": zero.gather(params["embedding"], places["embedding"], dtype)}
         layers = params["layers"] if gradients.config.train.zero == 3 else zero.gather(params["layers"], places["layers"], dtype)
-        _, saved, _ = gradients.stack().forward(layers, gradients.functions.embed(outer, first["ids"], context), context)
+        stack: Any = gradients.stack()
+        _, saved, _ = stack.forward(layers, gradients.functions.embed(outer, first["ids"], context), context)
         found.append(saved.cut.facts)
         return {}
 

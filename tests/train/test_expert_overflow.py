@@ -4,6 +4,7 @@ import dataclasses
 
 import jax
 import numpy as np
+import pytest
 
 from jaxpar.config import MeshShape
 from tests.train import runs
@@ -22,9 +23,10 @@ def collapsed(built):
     return built.first_state(params)
 
 
-def test_overflow_repeats_the_step():
-    run = runs.config(model=model(per_token=2), zero=1, expert_dispatch="ragged", expert_buffer=1.0)
-    run = dataclasses.replace(run, mesh=MeshShape(data=1, expert=4))
+@pytest.mark.parametrize("dispatch, devices, zero", [("gather", 2, 0), pytest.param("ragged", 4, 1, marks=pytest.mark.slow)])
+def test_overflow_repeats_the_step(dispatch, devices, zero):
+    run = runs.config(model=model(per_token=2, correction=True), zero=zero, expert_dispatch=dispatch, expert_buffer=1.0)
+    run = dataclasses.replace(run, mesh=MeshShape(data=1, expert=devices))
     alone = runs.training(runs.config(model=run.model))
     assert alone.repeat is None, "one device has room for everything"
     want, metrics = alone.advance(collapsed(alone), runs.place(alone, runs.batch(run)))
@@ -43,3 +45,5 @@ def test_overflow_repeats_the_step():
     worst = runs.gap(jax.device_get(state["params"]), jax.device_get(want["params"]))
     assert worst[0] < 1e-11, worst
     assert runs.gap(jax.device_get(want["params"]), before["params"])[0] > 1e-3
+    bias = np.asarray(state["params"]["layers"]["mlp"]["correction"])
+    assert np.abs(bias).max() == run.model.moe.correction_rate, "the correction bias moved once, with the repeated step"

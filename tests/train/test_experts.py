@@ -42,7 +42,7 @@ def dense(config):
         picked = jnp.take_along_axis(logits, jnp.maximum(batch["labels"], 0)[..., None], -1)[..., 0]
         entropy = jnp.where(valid, jax.nn.logsumexp(logits, axis=-1) - picked, 0).sum() / valid.sum()
         total = entropy + (moe.balance_weight * balance + moe.z_weight * z) / sequences
-        layers = config.layers
+        layers = len(load)
         return total, ({"loss": entropy, "balance_loss": balance / sequences / layers, "router_z_loss": z / sequences / layers}, load)
 
     (_, (losses, load)), grads = jax.jit(jax.value_and_grad(loss, has_aux=True))(jax.tree.map(jnp.asarray, runs.host_params(config)))
