@@ -131,9 +131,12 @@ def test_a_window_for_all_layers_where_it_is_switched_on():
 
 
 REFUSED = [
-    ("qwen3_moe", {"mlp_only_layers": [0]}, "mlp_only_layers: expected no layer of the model (dense layers"),
-    ("qwen3_moe", {"mlp_only_layers": ["0"]}, "mlp_only_layers"),
-    ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step: expected 1, experts in every layer (dense layers"),
+    ("qwen3_moe", {"mlp_only_layers": [1]}, "mlp_only_layers: expected experts in every n-th layer behind the first dense ones"),
+    ("qwen3_moe", {"mlp_only_layers": [3]}, "and in the last, 3; other orders cannot be stacked, found experts in layers 0, 1, 2"),
+    ("qwen3_moe", {"mlp_only_layers": [0, 1, 2, 3]}, "found experts in no layer"),
+    ("qwen3_moe", {"mlp_only_layers": ["0"]}, "mlp_only_layers: expected numbers of layers"),
+    ("qwen3_moe", {"decoder_sparse_step": 3}, "decoder_sparse_step: expected experts in every n-th layer"),
+    ("qwen3_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step: expected at least 1"),
     ("qwen3_moe", {"num_experts": 8, "num_local_experts": 9}, "num_local_experts: expected what num_experts says, 8"),
     ("qwen3_moe", {"num_experts": 0}, "num_experts: expected at least 1"),
     ("qwen3_moe", {"num_experts": 10**12}, "num_experts: expected at most"),
@@ -162,6 +165,9 @@ WRITTEN = [
     ("mixtral", {"moe": dataclasses.replace(MOE, balance="layers", balance_weight=0.02)}),
     ("qwen3_moe", {"moe": dataclasses.replace(MOE, width=4, normalise=False, per_token=1), "qk_norm": True, "windows": (9,)}),
     ("qwen3_moe", {"moe": MOE, "qk_norm": True, "qkv_bias": True, "output_bias": True, "tied": True}),
+    ("qwen3_moe", {"moe": dataclasses.replace(MOE, every=2), "qk_norm": True}),
+    ("qwen3_moe", {"moe": dataclasses.replace(MOE, dense_layers=3), "qk_norm": True}),
+    ("qwen3_moe", {"moe": dataclasses.replace(MOE, dense_layers=1, every=3), "qk_norm": True, "layers": 7}),
 ]
 
 
@@ -200,7 +206,7 @@ def case(name, stacked, rules=None):
     family = find_family(name)
     model, settings = family.read(raw, None, frozenset())
     assert not settings.problems, settings.problems
-    return model, bind(rules or family.table(stacked), Decoder(model, PADDED).specs)
+    return model, bind(rules or family.table(model, stacked), Decoder(model, PADDED).specs)
 
 
 def misplaced(bindings, model, stacked):
@@ -240,6 +246,27 @@ def test_bijection_and_places(name, stacked, folders):
     back = to_torch(bindings, {path: ArrayView(leaf) for path, leaf in leaves.items()})
     assert list(back) == list(arrays) and all(np.array_equal(read_all(back[key]), array) for key, array in arrays.items())
     assert misplaced(bindings, model, stacked) == set()
+
+
+PATTERNS = {
+    "every second": {"decoder_sparse_step": 2, "num_hidden_layers": 4},
+    "dense first": {"mlp_only_layers": [0, 1], "num_hidden_layers": 3},
+    "dense first, then every second": {"mlp_only_layers": [0, 1, 3], "num_hidden_layers": 5},
+}
+
+
+@pytest.mark.parametrize("stacked", [False, True], ids=["per expert", "stacked"])
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_layers_without_experts_there_and_back(pattern, stacked, tmp_path):
+    folder = hostile.save(tmp_path / "in", "qwen3_moe", stacked, **PATTERNS[pattern])
+    source = read_model(folder)
+    params = import_params(source, mesh_of(MESH))
+    state = dict(hostile.model("qwen3_moe", **PATTERNS[pattern]).named_parameters())
+    arrays = torch_arrays(params, source.model, stacked=True)
+    assert arrays.keys() == state.keys() and all(np.array_equal(arrays[key], state[key].detach()) for key in arrays)
+    out = export_params(params, source.model, tmp_path / "out", "float32", max_positions=64, stacked=stacked)
+    assert bits(out) == bits(folder) and read_model(out).model == source.model
+    load_quietly(out, experts_implementation="eager")
 
 
 def test_wrong_rules_are_noticed():
