@@ -113,7 +113,8 @@ class MoeConfig:
 
     Each token passes `per_token` experts of `width` (0: model.mlp_width), chosen by `router` (`jaxpar/ops/router.py` says how, and what
     `normalise`, `scale` and the groups are), and a shared one of `shared_width` (0: none). `balance` is the scope of the balancing loss,
-    `sequence` or `microbatch`, added with `balance_weight` for each layer; `z_weight` likewise weighs the squared log-sum-exp of logits.
+    `sequence` or `microbatch`, added with `balance_weight` for each layer, or `layers`, one loss of all layers together as transformers
+    computes it; `z_weight` weighs each layer's squared log-sum-exp of logits.
     With `correction` each layer's experts have a bias that only selects and that no gradient moves: after a step it rises by
     `correction_rate` for experts below the mean load and falls for those above.
 
@@ -148,7 +149,7 @@ class MoeConfig:
             return
         require(self.experts >= 1, f"model.moe.experts: {self.experts} must be at least 1, or 0 for a dense model")
         one_of("model.moe.router", self.router, ("softmax_topk", "topk_softmax", "sigmoid"))
-        one_of("model.moe.balance", self.balance, ("sequence", "microbatch"))
+        one_of("model.moe.balance", self.balance, ("sequence", "microbatch", "layers"))
         require(self.per_token >= 1, f"model.moe.per_token: {self.per_token} must be at least 1")
         require(
             self.per_token <= self.experts,

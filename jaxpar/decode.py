@@ -1,4 +1,5 @@
-"""Text generation on a mesh of data × seq × tensor: prompts of any lengths in a batch, a key/value cache, one program from them to tokens.
+"""Text generation on a mesh of data × expert × seq × tensor: prompts of any lengths in a batch, a key/value cache,
+one program from them to tokens.
 
     Generator         a model on a mesh; `generate(prompts, tokens, ...)`
     build_generator   from a run's configuration and parameters, wherever these live
@@ -23,7 +24,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxpar.config import Config, require
-from jaxpar.mesh import BATCH, DATA, SEQ, TENSOR
+from jaxpar.mesh import BATCH, DATA, EXPERT, SEQ, TENSOR
 from jaxpar.models import pattern
 from jaxpar.models.decoder import DecoderFunctions, cache_shape, declared, decoder_functions
 from jaxpar.models.options import Options
@@ -37,7 +38,7 @@ from jaxpar.parallel.stack import Context
 from jaxpar.parallel.stacked import pick
 from jaxpar.parallel.tensor import check_heads
 from jaxpar.params import Parameter, Tree, map_leaves, partition_specs, shardings
-from jaxpar.rules import DENSE, Rules
+from jaxpar.rules import Rules, table
 
 SHORTEST = 16  # of prompt and cache; below that programs are cheap and need not be many
 EMPTY = -1  # where no token was written
@@ -77,8 +78,8 @@ class State(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Generator:
-    """A model on a mesh, ready to generate. `params` are in the compute dtype, split over `tensor`, equal over `data` and `seq`, which
-    splits prompts and the cache."""
+    """A model on a mesh, ready to generate. `params` are in the compute dtype, split over `tensor` and experts over `expert`, equal over
+    `data` and `seq`. Prompts and the cache are split over `data` and `expert`, and over `seq`."""
 
     config: Config
     mesh: Mesh
@@ -101,7 +102,8 @@ class Generator:
 
         A row's tokens depend on its prompt, and when sampled on `seed`, its number and the position, never on mesh or batch; where two
         logits are equal within the rounding of the compute dtype, meshes may choose differently. Sends, a token: two all-reduces of
-        B·D values a layer and one for the embedding, and what `parallel/context/cache.py` and `parallel/sampling.py` say.
+        B·D values a layer and one for the embedding, and what `parallel/context/cache.py` and `parallel/sampling.py` say; with experts one
+        all-reduce a layer, and all tokens to all devices of `expert` and back. No choice of an expert is ever dropped.
 
         Raises ValueError naming the argument. Every process calls it with the same arguments and gets all rows.
         """
@@ -129,7 +131,7 @@ class Generator:
 
     def _batch(self, prompts: Sequence[Sequence[int]], tokens: int) -> tuple[Prompts, int]:
         """Prompts on the host, filled up to a power of two a device, and the length of the cache."""
-        data, longest, devices = self.mesh.shape[DATA], max(map(len, prompts)), self.mesh.shape[SEQ]
+        data, longest, devices = math.prod(self.mesh.shape[axis] for axis in BATCH), max(map(len, prompts)), self.mesh.shape[SEQ]
         unit = math.lcm(self.config.train.context.unit(devices), 2 * devices)  # a device with one token would take it for a new one
         width = -(-_bucket(longest, SHORTEST) // unit) * unit
         rows = data * _bucket(-(-len(prompts) // data), 1)
@@ -272,17 +274,29 @@ def check_choice(tokens: int, temperature: float, top_k: int | None, top_p: floa
 
 
 def parameter_places(config: Config, mesh: Mesh) -> tuple[Tree, Tree]:
-    """(records, PartitionSpecs) of a model's parameters on a generation mesh: split over `tensor`, equal over `data` and `seq`.
+    """(records, PartitionSpecs) of a model's parameters on a generation mesh: split over `tensor`, experts over `expert`, equal elsewhere.
 
     Raises ValueError for a mesh with other axes and for sizes that do not divide the model.
     """
     sizes, model = dict(mesh.shape), config.model
     for axis, size in sizes.items():
-        axes = f"{DATA}, {SEQ} and {TENSOR}"
-        require(size == 1 or axis in (DATA, SEQ, TENSOR), f"mesh.{axis}: {size} must be 1: generation splits over {axes} only")
+        axes = f"{DATA}, {EXPERT}, {SEQ} and {TENSOR}"
+        require(size == 1 or axis in (*BATCH, SEQ, TENSOR), f"mesh.{axis}: {size} must be 1: generation splits over {axes} only")
+    experts = model.moe.experts
+    works = ", ".join(str(ways) for ways in range(1, experts + 1) if experts % ways == 0)
+    require(
+        experts % sizes[EXPERT] == 0,
+        f"mesh.{EXPERT}: {sizes[EXPERT]} does not divide model.moe.experts {experts}; sizes that work: {works}",
+    )
     check_heads(model.heads, model.kv_heads, sizes[TENSOR])
     specs = declared(model, sizes[TENSOR])
-    return specs, partition_specs(specs, Rules(sizes, DENSE))
+    return specs, partition_specs(specs, Rules(sizes, table(_dropless(config, mesh).train)))
+
+
+def _dropless(config: Config, mesh: Mesh) -> Config:
+    """Experts over `expert` alone, since tokens are equal along `tensor`, all tokens gathered, with room for every choice."""
+    room = float(mesh.shape[EXPERT])
+    return replace(config, train=replace(config.train, expert_axes=(EXPERT,), expert_dispatch="gather", expert_buffer=room))
 
 
 def build_generator(config: Config, mesh: Mesh, params: Tree) -> Generator:
@@ -294,7 +308,7 @@ def build_generator(config: Config, mesh: Mesh, params: Tree) -> Generator:
     specs, partitions = parameter_places(config, mesh)
     model, tensor = config.model, mesh.shape[TENSOR]
     context = config.train.context.fitted(model.heads // tensor, max(model.kv_heads // tensor, 1), mesh.shape[SEQ])
-    config = replace(config, train=replace(config.train, context=context))
+    config = _dropless(replace(config, train=replace(config.train, context=context)), mesh)
     dtype = jnp.dtype(config.train.compute_dtype)
     if dtype == jnp.float64 and not jax.config.jax_enable_x64:
         raise ValueError("train.compute_dtype: float64 needs 64-bit types; set the environment variable JAX_ENABLE_X64=1")
@@ -307,5 +321,12 @@ def build_generator(config: Config, mesh: Mesh, params: Tree) -> Generator:
         return array if parameter.role == "state" else array.astype(dtype)
 
     fitted = jax.jit(lambda params: map_leaves(fit, params, specs), out_shardings=shardings(partitions, mesh))(params)
-    options = Options(attention_block=config.train.attention_block, context=context, platform=mesh.devices.flat[0].platform)
+    options = Options(
+        attention_block=config.train.attention_block,
+        context=context,
+        platform=mesh.devices.flat[0].platform,
+        expert_axes=config.train.expert_axes,
+        expert_dispatch=config.train.expert_dispatch,
+        expert_buffer=config.train.expert_buffer,
+    )
     return Generator(config, mesh, fitted, partitions, decoder_functions(model, Replicated(), options))

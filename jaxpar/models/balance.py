@@ -24,22 +24,28 @@ def loss(moe: MoeConfig, aux: dict[str, jax.Array], sequences: int, accumulation
 
     `aux` is `MoE.aux` stacked over layers. Balance is summed over layers; within a layer it is the mean over the step's sequences, whose
     values depend on each sequence alone (scope `sequence`), or the mean over its microbatches of the loss of all devices' tokens together
-    (scope `microbatch`; sends L E counts, and depends on how the step is cut in microbatches). z-loss and entropy are means over sequences
-    of the means over a sequence's tokens. The metrics are unweighted, means over layers; `expert_overflow` and
+    (scope `microbatch`; sends L E counts, and depends on how the step is cut in microbatches). Scope `layers` is the latter of loads and
+    shares averaged over layers, one loss instead of L, and k at balance: transformers' `load_balancing_loss_func` of a microbatch. z-loss
+    and entropy are means over sequences of the means over a sequence's tokens. The metrics are unweighted, means over layers, balance 1
+    where the load is even; `expert_overflow` and
     `expert_dropped` count choices (`parallel/expert.py`), `expert_load` [L, E] those of each expert, dropped ones among them.
     """
-    layers = aux["load"].shape[0]
+    layers, weight = aux["load"].shape[0], moe.balance_weight
     if moe.balance == "sequence":
         balance = aux["balance"].sum() / sequences
     else:
         load_LE = collectives.all_reduce(aux["load"], tuple(sorted(collectives.varying(aux["load"]))))
         load_LE = collectives.vary_like(load_LE, aux["share"])
-        balance = load_balance(load_LE, aux["share"], moe.per_token).sum() / accumulation
+        if moe.balance == "layers":
+            balance = load_balance(load_LE.sum(0), aux["share"].sum(0), moe.per_token) * layers / accumulation
+            weight *= moe.per_token / layers
+        else:
+            balance = load_balance(load_LE, aux["share"], moe.per_token).sum() / accumulation
     z = aux["z"].sum() / sequences
     found = {"balance_loss": balance / layers, "router_z_loss": z / layers, "router_entropy": aux["entropy"].sum() / sequences / layers}
     lost = {f"expert_{name}": aux[name].sum(dtype=jnp.int32) for name in ("overflow", "dropped")}
     metrics = {name: lax.stop_gradient(each) for name, each in found.items()} | lost | {"expert_load": aux["load"]}
-    return moe.balance_weight * balance + moe.z_weight * z, metrics
+    return weight * balance + moe.z_weight * z, metrics
 
 
 def summary(moe: MoeConfig, sums: dict[str, jax.Array]) -> dict[str, jax.Array]:
