@@ -282,6 +282,9 @@ def parameter_places(config: Config, mesh: Mesh) -> tuple[Tree, Tree]:
     for axis, size in sizes.items():
         axes = f"{DATA}, {EXPERT}, {SEQ} and {TENSOR}"
         require(size == 1 or axis in (*BATCH, SEQ, TENSOR), f"mesh.{axis}: {size} must be 1: generation splits over {axes} only")
+    require(
+        model.moe.router != "expert_choice", "model.moe.router: expert_choice looks at later tokens, so nothing can be generated with it"
+    )
     experts = model.moe.experts
     works = ", ".join(str(ways) for ways in range(1, experts + 1) if experts % ways == 0)
     require(

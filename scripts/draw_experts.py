@@ -21,7 +21,7 @@ LAYER, WIDTH, HEIGHT = 0, 300, 160  # the first layer with experts; a panel's si
 def measured(folder: Path, correction: str) -> list[dict]:
     """Metrics of a run, trained where its folder does not have them yet."""
     if not (folder / "metrics.jsonl").exists():
-        sets = (f"model.moe.correction={correction}", f"log.folder={folder}")
+        sets = (f"model.moe.correction={correction}", f"log.folder={folder}", f"checkpoint.folder={folder}/checkpoints")
         command = [sys.executable, "-m", "jaxpar", "train", str(RUN), *(part for each in sets for part in ("--set", each))]
         subprocess.run(command, check=True, cwd=ROOT)
     return read_metrics(folder)

@@ -27,8 +27,8 @@ def loss(moe: MoeConfig, aux: dict[str, jax.Array], sequences: int, accumulation
     (scope `microbatch`; sends L E counts, and depends on how the step is cut in microbatches). Scope `layers` is the latter of loads and
     shares averaged over layers, one loss instead of L, and k at balance: transformers' `load_balancing_loss_func` of a microbatch. z-loss
     and entropy are means over sequences of the means over a sequence's tokens. The metrics are unweighted, means over layers, balance 1
-    where the load is even; `expert_overflow` and
-    `expert_dropped` count choices (`parallel/expert.py`), `expert_load` [L, E] those of each expert, dropped ones among them.
+    where the load is even; `expert_overflow` and `expert_dropped` count choices (`parallel/expert.py`), `expert_load` [L, E] those of each
+    expert, dropped ones among them.
     """
     layers, weight = aux["load"].shape[0], moe.balance_weight
     if moe.balance == "sequence":

@@ -51,6 +51,11 @@ def router_of(moe: MoeConfig) -> Router:
     )
 
 
+def splitting(valid_BS: jax.Array) -> tuple[str, ...]:
+    """The axes that split the tokens of a sequence."""
+    return tuple(axis for axis in (SEQ, TENSOR) if axis in collectives.varying(valid_BS))
+
+
 def row_tokens(boundary: Boundary, length: int, context: Context) -> jax.Array:
     """Index within the row of each of the `length` tokens of this device, [S]; where `seq` splits rows, `tokens` says which it holds."""
     tokens_S = boundary.tokens(length)
@@ -91,15 +96,29 @@ class MoE(nnx.Module):
         batch, length, width = x_BSD.shape
         valid_BS = self.valid(x_BSD, context)
         logits_BSE = self.logits(self.jittered(x_BSD, context))
-        weights_TK, chosen_TK = router.select(
-            router_of(self.moe), logits_BSE.reshape(batch * length, -1), value(self.correction), valid_BS.reshape(-1)
-        )
+        weights_TK, chosen_TK = self.routed(logits_BSE, valid_BS)
         y_TD, lost = expert.moe(x_BSD.reshape(-1, width), weights_TK, chosen_TK, self.experts, self.dispatch)
         y_BSD = y_TD.reshape(x_BSD.shape)
         if self.shared is not None:
             y_BSD = y_BSD + self.shared(x_BSD)
         aux = self.aux(logits_BSE, chosen_TK.reshape(batch, length, -1), valid_BS)
         return y_BSD, {**aux, "overflow": lost.overflow, "dropped": lost.dropped}
+
+    def routed(self, logits_BSE: jax.Array, valid_BS: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Weights and experts of each token, ([T, K], [T, K]). Experts that choose need whole sequences: B S (E + 1) numbers are gathered
+        over the axes that split them, and K is E."""
+        experts = logits_BSE.shape[-1]
+        if self.moe.router != "expert_choice":
+            return router.select(router_of(self.moe), logits_BSE.reshape(-1, experts), value(self.correction), valid_BS.reshape(-1))
+        length, axes = logits_BSE.shape[1], splitting(valid_BS)
+        seen_BSE, real_BS = jax.lax.stop_gradient(logits_BSE), valid_BS
+        if axes:
+            seen_BSE, real_BS = (collectives.all_gather(a, axes, 1) for a in (seen_BSE, real_BS))
+        taken_BSE = router.taken(seen_BSE, max(1, seen_BSE.shape[1] * self.moe.per_token // experts), real_BS)
+        if axes:
+            taken_BSE = jax.lax.dynamic_slice_in_dim(taken_BSE, collectives.axis_index(axes) * length, length, axis=1)
+        weights_BSE, chosen_BSE = router.expert_choice(logits_BSE, taken_BSE)
+        return (weights_BSE * self.moe.scale).reshape(-1, experts), chosen_BSE.reshape(-1, experts)
 
     def jittered(self, x_BSD: jax.Array, context: Context) -> jax.Array:
         """What the router reads: in training, which brings a key, with noise."""
@@ -139,7 +158,7 @@ class MoE(nnx.Module):
     def aux(self, logits_BSE: jax.Array, chosen_BSK: jax.Array, valid_BS: jax.Array) -> Aux:
         """What the router's losses and metrics need, additive over sequences and devices: `load` [E] int32, `share` [E], and the sums
         over sequences of `balance` and of the means over a sequence's tokens of `z` and `entropy`."""
-        experts, axes = self.moe.experts, tuple(axis for axis in (SEQ, TENSOR) if axis in collectives.varying(valid_BS))
+        experts, axes = self.moe.experts, splitting(valid_BS)
         score_BSE = router.scores(logits_BSE, self.moe.router)
         load_BE, tokens_B = router.count(chosen_BSK, experts), valid_BS.sum(1, dtype=jnp.int32)
         share_BE = router.shares(score_BSE, valid_BS)

@@ -69,8 +69,11 @@ def moe(p, x_BSD, batch, config):
     score = 1 / (1 + jnp.exp(-logits)) if moe.router == "sigmoid" else jnp.exp(logits) / jnp.exp(logits).sum(-1, keepdims=True)
     rank = (logits[..., None, :] > logits[..., :, None]).sum(-1)
     chosen = (rank < moe.per_token) & valid[..., None]
+    if moe.router == "expert_choice":  # each expert ranks the sequence's valid tokens
+        before = (score[:, None] > score[:, :, None]) & valid[:, None, :, None]
+        chosen = (before.sum(2) < x_BSD.shape[1] * moe.per_token // moe.experts) & valid[..., None]
     weight = jnp.where(chosen, jnp.exp(logits) if moe.router == "topk_softmax" else score, 0)
-    if moe.router == "topk_softmax" or moe.normalise:
+    if moe.router == "topk_softmax" or (moe.normalise and moe.router != "expert_choice"):
         weight = weight / jnp.where(valid[..., None], weight.sum(-1, keepdims=True), 1)
     gate, up = (jnp.einsum("bsd,efd->bsef", x_BSD, p[name]) + (p[f"{name}_bias"] if moe.biases else 0) for name in ("gate", "up"))
     if moe.activation == "clamped_swiglu":  # gpt-oss: modeling_gpt_oss.py of transformers, in our words

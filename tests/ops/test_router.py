@@ -133,30 +133,28 @@ def test_not_a_number_reaches_the_weights(kind, value):
 
 
 def test_expert_choice():
+    """Expert by expert; of the last sequence, which has two valid tokens, fewer than three; gradients as a softmax's, by hand."""
     rng = np.random.default_rng(2)
     logits, valid = rng.normal(size=(3, 7, 4)), np.arange(7)[None] < np.array([7, 5, 2])[:, None]
-    weights, tokens = router.expert_choice(jnp.asarray(logits), 3, jnp.asarray(valid))
+    pull = rng.normal(size=(3, 7, 4))
+    mask = router.taken(jnp.asarray(logits), 3, jnp.asarray(valid))
+    weights, chosen = router.expert_choice(jnp.asarray(logits), mask)
+    gradient = jax.grad(lambda x: (router.expert_choice(x, mask)[0] * pull).sum())(jnp.asarray(logits))
+    want = np.zeros((3, 7, 4), bool)
     for b in range(3):
         score = np.stack([softmax(row) for row in logits[b]])
         for e in range(4):
-            picked = sorted(np.flatnonzero(valid[b]), key=lambda s: -score[s, e])[:3]
-            missing = 3 - len(picked)
-            np.testing.assert_array_equal(tokens[b, e], [*picked, *[7] * missing])
-            np.testing.assert_allclose(weights[b, e], [*score[picked, e], *[0] * missing], rtol=1e-13)
-
-
-def test_gradient_of_expert_choice():
-    """Through the softmax of each token that was taken, by hand: s_e (pull_e - sum of s pull)."""
-    rng = np.random.default_rng(4)
-    logits, pull = rng.normal(size=(2, 7, 4)), rng.normal(size=(2, 4, 3))
-    got = jax.grad(lambda x: (router.expert_choice(x, 3)[0] * pull).sum())(jnp.asarray(logits))
-    _, tokens = router.expert_choice(jnp.asarray(logits), 3)
-    for b in range(2):
+            for s in sorted(np.flatnonzero(valid[b]), key=lambda s: -score[s, e])[:3]:
+                want[b, s, e] = True
+        np.testing.assert_allclose(weights[b], score * want[b], rtol=1e-13)
         for s in range(7):
-            score, pulled = softmax(logits[b, s]), np.zeros(4)
-            for e in range(4):
-                pulled[e] = sum(pull[b, e, c] for c in range(3) if tokens[b, e, c] == s)
-            np.testing.assert_allclose(got[b, s], score * (pulled - score @ pulled), rtol=1e-12, atol=1e-16)
+            pulled = pull[b, s] * want[b, s]
+            np.testing.assert_allclose(gradient[b, s], score[s] * (pulled - score[s] @ pulled), rtol=1e-12, atol=1e-16)
+    np.testing.assert_array_equal(mask, want)
+    np.testing.assert_array_equal(chosen, np.where(want, np.arange(4), 4))
+    ties = router.taken(jnp.zeros((1, 5, 2)), 2, jnp.ones((1, 5), bool))
+    np.testing.assert_array_equal(ties[0, :, 0], [True, True, False, False, False])
+    assert jnp.isnan(router.expert_choice(jnp.asarray(logits).at[0, 2, 1].set(jnp.nan), mask)[0][0, 2]).sum() == want[0, 2].sum()
 
 
 def test_jitter():

@@ -79,6 +79,17 @@ def test_jitter_is_the_same_on_every_mesh_and_another_in_every_step():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "mesh, train", [({}, {}), (MESH, {"zero": 3, "accumulation": 2}), ({"seq": 2, "expert": 2}, {"expert_dispatch": "ragged"})]
+)
+def test_experts_choose(mesh, train):
+    """Of whole sequences, wherever these are split, and never more than their share."""
+    config = model(router="expert_choice", per_token=3, scale=1.5)
+    metrics, _ = check(dataclasses.replace(runs.config(model=config, **train), mesh=MeshShape(**mesh)), config)
+    assert metrics["expert_load"].max() <= runs.BATCH * (runs.SEQUENCE * 3 // 12)
+
+
+@pytest.mark.slow
 def test_a_chain_trains():
     """Three steps with the correction bias on a mesh, equal to one device's."""
     config = dataclasses.replace(MIXED, moe=dataclasses.replace(MIXED.moe, router="sigmoid", correction=True, correction_rate=0.02))
