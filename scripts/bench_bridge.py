@@ -65,9 +65,14 @@ def experts() -> bool:
     passed = True
     with tempfile.TemporaryDirectory() as made:
         for name in hostile.EXPERTS:
-            for loss in (False, True):
-                label = f"{name}, balancing loss" if loss else name
-                folder = hostile.save(Path(made) / label, name, output_router_logits=loss, router_aux_loss_coef=0.3)
+            for kind in ("", ", balancing loss", ", balancing loss, dense layers"):
+                label = name + kind
+                changes = {"output_router_logits": bool(kind), "router_aux_loss_coef": 0.3}
+                if "dense" in kind:
+                    if name == "mixtral":  # which has none
+                        continue
+                    changes |= {"mlp_only_layers": [0, 1, 3], "num_hidden_layers": 5}
+                folder = hostile.save(Path(made) / label, name, **changes)
                 for mesh in ("data=1", "data=2,expert=2,tensor=2"):
                     passed &= ladder(label, folder, mesh, "float64", 3, hostile.SEQUENCE)
     return passed
