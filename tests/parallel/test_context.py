@@ -94,10 +94,18 @@ def test_more_shapes_segments_and_windows(case):
     holds(case)
 
 
-@pytest.mark.parametrize("method", CHOICES["method"])
-def test_packed_documents_do_not_leak(method):
+FIRST = {"ring": "zigzag", "ulysses": "contiguous", "gather": "striped", "usp": "zigzag"}  # the layout of each method in the default group
+WAYS = [
+    pytest.param(method, layout, marks=[] if FIRST[method] == layout else pytest.mark.slow)
+    for method in CHOICES["method"]
+    for layout in CHOICES["layout"]
+]
+
+
+@pytest.mark.parametrize(("method", "layout"), WAYS)
+def test_packed_documents_do_not_leak(method, layout):
     """A change of the first document changes nothing in the others, bit for bit; with one segment for all it does."""
-    case = Case(method=method, packed=True)
+    case = Case(method=method, layout=layout, packed=True)
     given, run = inputs(case), compiled(case)
     first = given["segments_BS"][0] == 1
     touched = {name: x.copy() for name, x in given.items()}
@@ -112,10 +120,10 @@ def test_packed_documents_do_not_leak(method):
     assert np.abs(joined[0][0, ~first] - joined[1][0, ~first]).max() > 0.1
 
 
-@pytest.mark.parametrize(("method", "extra"), [*((method, "plain") for method in CHOICES["method"]), ("ring", "sinks")])
-def test_rows_that_see_nothing(method, extra):
-    """Padding that fills whole devices: zeros and zero gradients, nothing infinite."""
-    case = Case(method=method, packed=True, extra=extra)
+@pytest.mark.parametrize(("method", "layout"), WAYS)
+def test_rows_that_see_nothing(method, layout):
+    """Padding that fills whole devices: zeros and zero gradients, nothing infinite, with sinks too."""
+    case = Case(method=method, layout=layout, packed=True, extra="sinks")
     given = inputs(case)
     blind = given["segments_BS"] == 0
     assert blind[1, 16:].all()
