@@ -130,8 +130,7 @@ class LayerStack:
         return stacked.join(ys), Saved(runs.each(outs, 1), tuple(contexts), cuts, runs.followed(order, kinds[end]), last, held), aux
 
     def _shards_again(self, layers: Tree) -> Tree:
-        """Of the last layer, what its backward gathers again."""
-        return {name: pick(layers[name], length(layers) - 1) for name in self.again}
+        return {name: pick(layers[name], length(layers) - 1) for name in self.again}  # of the last layer
 
     def _whole(self, shards: Tree) -> Tree:
         return self.gather(shards) if self.gather is not None else shards
@@ -141,8 +140,8 @@ class LayerStack:
     ) -> tuple[Any, Tree]:
         """dy [B, S, D] -> dx [B, S, D] and the gradients of all layers, added to `grads` (in its dtype) when given.
 
-        `before`, used where layers are gathered or reduced one by one: values that shall be there before the last layer begins, such as
-        the head's gradient in a narrow dtype; the float32 one would else wait in memory beside a layer's working set.
+        `before`, used where layers are gathered or reduced one by one: what shall be there before the last layer begins, such as the head's
+        gradient in a narrow dtype; the float32 one would else wait in memory beside a layer's working set.
 
         Bytes moved: the block's collectives, with `gather` each layer's weights once more, with `reduce` each layer's gradients once.
         """
@@ -170,12 +169,14 @@ class LayerStack:
         The last layer, which has nobody's gradients to reduce, and under ZeRO-3 the first, which has nobody's weights to gather, stand
         outside the loops, with the rest of their group: inside they would send a layer of zeros and a layer of weights for nothing.
         """
-        end, gathered = length(layers) - 1, self.gather is not None
-        reduce = self.reduce if self.reduce is not None else lambda tree: tree
+        end, gathered, reduce = length(layers) - 1, self.gather is not None, self.reduce or (lambda tree: tree)
 
         def step(at: Place, kept: Any, dys: Any, weights: Tree, ahead: bool) -> tuple[Any, Tree, Tree]:
             """dx of a layer, its gradients, and the weights of the layer before."""
-            following = self._whole(pick(layers, at.layer - 1)) if ahead else None
+            shards = pick(layers, at.layer - 1) if ahead else None
+            if not at.in_loop:  # or layer 0, gathered before the forward's loop, would be kept whole until here
+                dys, shards = collectives.barrier((dys, shards))
+            following = self._whole(shards) if ahead else None
             return _backward_layer(saved, at, weights if gathered else pick(layers, at.layer), kept, dys, daux, following)
 
         def body(carry: Any, at: Place, ahead: bool = gathered) -> tuple[Any, None]:
@@ -248,7 +249,7 @@ class LayerStack:
 
         Bytes moved: with `reduce` each layer's gradients once, right behind the matmuls that made them.
         """
-        reduce = self.reduce if self.reduce is not None else lambda tree: tree
+        reduce = self.reduce or (lambda tree: tree)
 
         def add(grads: Tree, at: Place, kept: Any, deferred: Any) -> Tree:
             parts = [saved.cuts[at.kind].backward_weight(k, d, c) for k, d, c in zip(kept, deferred, saved.here(at), strict=True)]
