@@ -33,7 +33,7 @@ def expert_traffic(config: Config) -> list[Collective]:
     """Every collective that a mixture of experts adds to a step; none for a dense model."""
     if not config.model.moe.experts:
         return []
-    return [*_dispatch(config), *_counts(config), *_metrics(config)]
+    return [*_dispatch(config), *_columns(config), *_counts(config), *_metrics(config)]
 
 
 def _send(config: Config, what: str, kind: str, axes: tuple[str, ...], count: int, elements: int, dtype: str) -> list[Collective]:
@@ -62,8 +62,10 @@ def _rows(config: Config) -> tuple[int, int]:
 def _dispatch(config: Config) -> list[Collective]:
     """Tokens to experts and back, forward, again and backward."""
     train, moe, axes = config.train, config.model.moe, config.train.expert_axes
-    n, tokens = math.prod(getattr(config.mesh, axis) for axis in axes), math.prod(_rows(config))
-    times = config.model.layers * train.accumulation * train.interleave
+    n, tokens = math.prod(getattr(config.mesh, axis) for axis in axes), math.prod(_rows(config)) // train.expert_chunks
+    if train.expert_columns and train.sequence_parallel:
+        tokens *= config.mesh.tensor
+    times = config.model.layers * train.accumulation * train.interleave * train.expert_chunks
     again, counted_again = DISPATCHED_AGAIN[train.remat]
     width, k, dtype = config.model.width, moe.per_token, train.compute_dtype
 
@@ -90,6 +92,33 @@ def _dispatch(config: Config) -> list[Collective]:
     return found
 
 
+def _columns(config: Config) -> list[Collective]:
+    """Over `tensor`, where it splits experts' columns: all tokens of a group enter, with their weights and choices, and results leave. A
+    shared expert's tokens have entered already, and so have the gradients of its results, but where they go around a ring."""
+    train, moe, tokens = config.train, config.model.moe, math.prod(_rows(config))
+    again, counted_again = DISPATCHED_AGAIN[train.remat]
+    if not train.expert_columns:
+        return []
+
+    def send(what: str, kind: str, count: int, width: int, dtype: str) -> list[Collective]:
+        times = config.model.layers * train.accumulation * train.interleave
+        shards = config.mesh.tensor if train.sequence_parallel else 1
+        return _send(config, what, kind, (TENSOR,), count * times, shards * tokens * width, dtype)
+
+    width, k = config.model.width, moe.per_token
+    if not train.sequence_parallel:
+        results = send("results, and gradients of tokens", "all_reduce", 2, width, train.compute_dtype)
+        return [*results, *send("gradients of weights", "all_reduce", 1, k, _wide(config))]
+    there = bool(moe.shared_width) and not train.collective_matmul
+    return [
+        *send("tokens, and gradients of results", "all_gather", 0 if there else 2 + again, width, train.compute_dtype),
+        *send("results, and gradients of tokens", "reduce_scatter", 2, width, train.compute_dtype),
+        *send("weights", "all_gather", 1 + counted_again, k, _wide(config)),
+        *send("choices", "all_gather", 1 + counted_again, k, "int32"),
+        *send("gradients of weights", "reduce_scatter", 1, k, _wide(config)),
+    ]
+
+
 def _counts(config: Config) -> list[Collective]:
     """Choices and tokens of each row, over the axes that split it; of a whole microbatch over all, where the balancing loss wants that."""
     train, moe, (rows, _), split = config.train, config.model.moe, _rows(config), _token_axes(config)
@@ -106,5 +135,10 @@ def _counts(config: Config) -> list[Collective]:
 def _metrics(config: Config) -> list[Collective]:
     """Balancing loss, z-loss and entropy; choices that overflowed and that were dropped."""
     axes = (*REPLICA, *_token_axes(config))
+    losses = (*axes, TENSOR) if config.train.expert_columns else axes
     names = {"balance": _wide(config), "z": _wide(config), "entropy": _wide(config), "overflow": "int32", "dropped": "int32"}
-    return [one for name, dtype in names.items() for one in _send(config, name, "all_reduce", axes, 1, 1, dtype)]
+    return [
+        one
+        for name, dtype in names.items()
+        for one in _send(config, name, "all_reduce", losses if name in ("overflow", "dropped") else axes, 1, 1, dtype)
+    ]

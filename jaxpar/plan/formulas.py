@@ -128,7 +128,8 @@ def _target(config: Config, axis: str, size: int) -> tuple[str, ...]:
     """The mesh axes that split a dim of a parameter."""
     if axis == "experts":
         return config.train.expert_axes
-    fits = axis in SPLIT_BY_TENSOR and not (axis == "kv_heads" and size < config.mesh.tensor)
+    split = SPLIT_BY_TENSOR | ({"expert_mlp"} if config.train.expert_columns else set())
+    fits = axis in split and not (axis == "kv_heads" and size < config.mesh.tensor)
     return (TENSOR,) if fits else ()
 
 
@@ -234,7 +235,8 @@ def _activations(config: Config) -> list[Collective]:
 
 
 def crossings(config: Config) -> int:
-    """How often a block's activations enter and leave what `tensor` splits: attention, and the MLP or the shared expert."""
+    """How often a block's activations enter and leave what `tensor` splits: attention, and the MLP or the shared expert. What experts
+    whose columns it splits add is in `experts.py`."""
     moe = config.model.moe
     return 2 if not moe.experts or moe.shared_width else 1
 
