@@ -116,8 +116,11 @@ class DecoderFunctions:
         ((block, _),) = self.bound(REST, layer_params, context.layer)
         return block.cached(x_BSD, context, cache)
 
-    def loss(self, params: Tree, x_BSD: jax.Array, labels_BS: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """Final norm, head and cross entropy: (sum over this device's valid tokens, aux), see `vocabulary.loss`. labels[B, S], -1 ignored.
+    def loss(
+        self, params: Tree, x_BSD: jax.Array, labels_BS: jax.Array, scale: jax.Array | float = 1.0
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """Final norm, head and cross entropy: (scale times the sum over this device's valid tokens, aux), see `vocabulary.loss`.
+        labels[B, S], -1 ignored.
 
         Reads `norm` and the head's table; sends one `enter` and three scalars a token."""
         settings = vocabulary.LossSettings(
@@ -126,7 +129,7 @@ class DecoderFunctions:
             z_loss=self.options.z_loss,
             softcap=self.config.logit_softcap,
         )
-        return vocabulary.loss(self.normed(params, x_BSD), self.head_table(params), labels_BS, settings)
+        return vocabulary.loss(self.normed(params, x_BSD), self.head_table(params), labels_BS, settings, scale)
 
     @property
     def auxiliary_metrics(self) -> tuple[str, ...]:

@@ -129,8 +129,8 @@ class Gradients:
         x, embed_backward = jax.vjp(lambda p: self.functions.embed(p, batch["ids"], context, columns), table)
         y, saved, aux_layers = stack.forward(layers, x, context)
         daux, auxiliary = self.auxiliary(aux_layers)
-        loss, loss_backward, aux = jax.vjp(lambda p, y: self.functions.loss(p, y, batch["labels"]), head, y, has_aux=True)
-        d_loss, dy = loss_backward(collectives.vary_like(scale.astype(loss.dtype), loss))
+        loss, loss_backward, aux = jax.vjp(lambda p, y: self.functions.loss(p, y, batch["labels"], scale), head, y, has_aux=True)
+        d_loss, dy = loss_backward(collectives.vary_like(jnp.ones_like(loss), loss))
         tied = d_loss.pop("embedding", None)
         if train.zero >= 2:
             d_loss = jax.tree.map(lambda g: g.astype(train.reduce_dtype), d_loss)
