@@ -96,7 +96,7 @@ class MoE(nnx.Module):
     def __call__(self, x_BSD: jax.Array, context: Context) -> tuple[jax.Array, Aux]:
         """x as it lies between blocks -> (y likewise, aux). Sends what the dispatch sends, the shared expert's `enter` and `leave`, and
         E + 1 counts a sequence over the axes that split its tokens."""
-        batch, length, width = x_BSD.shape
+        batch, length, _ = x_BSD.shape
         valid_BS = self.valid(x_BSD, context)
         logits_BSE = self.logits(self.jittered(x_BSD, context))
         weights_TK, chosen_TK = self.routed(logits_BSE, valid_BS)
