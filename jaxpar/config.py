@@ -303,7 +303,8 @@ class TrainConfig:
     are computed again in the backward, whatever `remat` says), `attention_block` the queries and keys of one attention tile.
     Experts are split over `expert_axes` and reached by `expert_dispatch` (`jaxpar/parallel/expert.py`): with `ragged` and `gather` a device
     has room for `expert_buffer` times its balanced load, with `capacity` an expert for `expert_capacity` times its own, the rest dropped by
-    `expert_priority`.
+    `expert_priority`. A device's tokens go in `expert_chunks`, one of which travels while another is served. `expert_columns` splits each
+    expert's columns and rows over `tensor`, as an MLP's, instead of folding `expert_axes` over it.
     `cpu_devices` is how many devices to simulate where JAX runs on CPU, over all processes; absent, or where XLA_FLAGS says how many,
     nothing is changed.
     """
@@ -331,11 +332,13 @@ class TrainConfig:
     expert_buffer: float = 1.5
     expert_capacity: float = 1.25
     expert_priority: str = "position"
+    expert_chunks: int = 1
+    expert_columns: bool = False
     seed: int = 0
     cpu_devices: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("steps", "batch", "accumulation", "interleave", "attention_block", "loss_chunk"):
+        for name in ("steps", "batch", "accumulation", "interleave", "attention_block", "loss_chunk", "expert_chunks"):
             require(getattr(self, name) >= 1, f"train.{name}: {getattr(self, name)} must be at least 1")
         require(self.mlp_chunk >= 0, f"train.mlp_chunk: {self.mlp_chunk} must be at least 1 token, or 0 for all at once")
         one_of("train.zero", self.zero, (0, 1, 2, 3))
@@ -347,6 +350,10 @@ class TrainConfig:
         one_of("train.expert_priority", self.expert_priority, ("position", "weight"))
         require(self.expert_buffer >= 1, f"train.expert_buffer: {self.expert_buffer} must be at least 1, the balanced load")
         require(self.expert_capacity > 0, f"train.expert_capacity: {self.expert_capacity} must be positive")
+        require(
+            not (self.expert_columns and "tensor" in self.expert_axes),
+            "train.expert_columns: tensor cannot split both experts and their columns; leave it out of train.expert_axes",
+        )
         one_of("train.matmul_precision", self.matmul_precision, ("default", "high", "highest"))
         one_of("train.attention", self.attention, ("auto", "blockwise", "cudnn"))
         require(0 <= self.seed < 2**32, f"train.seed: {self.seed} must be in 0 to 2^32 - 1")

@@ -29,12 +29,13 @@ from jaxpar.models import pattern
 from jaxpar.models.decoder import DecoderFunctions, cache_shape, declared, decoder_functions
 from jaxpar.models.options import Options
 from jaxpar.parallel import context as context_parallel
-from jaxpar.parallel import sampling
+from jaxpar.parallel import runs, sampling
 from jaxpar.parallel.collectives import all_reduce, all_reduce_max, vary
 from jaxpar.parallel.context.cache import slot_positions
 from jaxpar.parallel.context.layout import layout
 from jaxpar.parallel.sequence import Replicated
 from jaxpar.parallel.stack import Context
+from jaxpar.parallel.stacked import pick
 from jaxpar.parallel.tensor import check_heads
 from jaxpar.params import Parameter, Tree, map_leaves, partition_specs, shardings
 from jaxpar.rules import Rules, table
@@ -215,25 +216,28 @@ class Generator:
         slots: dict[str, jax.Array],
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """Embedding and layers on new tokens: (x[B, S, D], cache). The cache is carried whole, so that a loop updates it in place."""
-        model = self.config.model
-        found, flags = pattern.segments(model), pattern.flags(model, {})
+        found, flags = pattern.segments(self.config.model), pattern.flags(self.config.model, {})
         batch = {"positions": positions_BS, "segments": segments_BS, **slots}
 
-        def one(carry: Any, block: Any, own: Tree) -> Any:
+        def layer(carry: Any, block: Any, own: Tree) -> Any:
             x_BSD, cache = carry
-            mine = jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, own["index"], keepdims=False), cache)
-            x_BSD, mine = block.cached(x_BSD, Context(batch, {}, own), mine)
+            x_BSD, mine = block.cached(x_BSD, Context(batch, {}, own), pick(cache, own["index"]))
             return x_BSD, jax.tree.map(lambda a, b: lax.dynamic_update_index_in_dim(a, b, own["index"], 0), cache, mine)
 
-        def unit(carry: Any, part: Any, name: str) -> tuple[Any, None]:
-            for block, own in self.functions.blocks(name, *part):
-                carry = one(carry, block, own)
-            return carry, None
-
         carry = self.functions.embed(params, ids_BS, Context(batch, {}, flags)), cache
-        for name in (segment.name for segment in found):
-            parts = (params["layers"], flags) if len(found) == 1 else (params["layers"][name], flags[name])
-            carry, _ = lax.scan(functools.partial(unit, name=name), carry, parts)
+        for segment in found:
+            layers, own = (params["layers"], flags) if len(found) == 1 else (params["layers"][segment.name], flags[segment.name])
+            kinds = list(dict.fromkeys(segment.windows))
+
+            def unit(
+                carry: Any, at: runs.Place, segment: pattern.Segment = segment, layers: Tree = layers, own: Tree = own, kinds: Any = kinds
+            ) -> tuple[Any, None]:
+                flags = {**pick(own, at.layer), "window": kinds[at.kind]}
+                for block, flag in self.functions.bound(segment.name, pick(layers, at.layer), flags):
+                    carry = layer(carry, block, flag)
+                return carry, None
+
+            carry, _ = runs.walk(runs.fold(runs.number(segment.windows)), unit, carry)
         return carry
 
     def _chosen(self, logits_B1V: jax.Array, state: State, prompts: Prompts, choice: Choice, how: str) -> State:

@@ -41,8 +41,8 @@ DENSE: Mapping[str, Target] = {
 
 
 def table(train: TrainConfig) -> Mapping[str, Target]:
-    """The rules of a run: DENSE with experts where `train.expert_axes` puts them."""
-    return {**DENSE, "experts": train.expert_axes}
+    """The rules of a run: DENSE with experts where `train.expert_axes` puts them, and their columns where `train.expert_columns` does."""
+    return {**DENSE, "experts": train.expert_axes, "expert_mlp": TENSOR if train.expert_columns else None}
 
 
 def experts_ways(config: Config) -> int:
@@ -310,6 +310,12 @@ def _check_experts(config: Config) -> None:
             "train.expert_axes: folding experts over tensor needs tokens that differ along it; set train.sequence_parallel=true, "
             "or leave tensor out"
         )
+    if train.expert_columns and config.model.moe.width % mesh.tensor:
+        works = _nearest(mesh.tensor, lambda size: config.model.moe.width % size == 0)
+        raise ValueError(
+            f"train.expert_columns: mesh.tensor {mesh.tensor} does not divide model.moe.width {config.model.moe.width}; sizes that work: {works}"
+        )
+    _check_chunks(config)
     k = config.model.moe.per_token
     if train.expert_dispatch == "capacity" and train.expert_capacity < 1 / k:
         tokens = train.batch * config.data.sequence
@@ -317,6 +323,19 @@ def _check_experts(config: Config) -> None:
         raise ValueError(
             f"train.expert_capacity: {train.expert_capacity} is below 1/k = {1 / k:g}: at least {1 - train.expert_capacity:.0%} of all "
             f"choices would be dropped, and about {alone:,} of a step's {tokens:,} tokens or more would pass no expert; use 1 or more"
+        )
+
+
+def _check_chunks(config: Config) -> None:
+    """The tokens that a device dispatches at once must divide into chunks."""
+    mesh, train = config.mesh, config.train
+    split = mesh.tensor if train.sequence_parallel and not train.expert_columns else 1
+    parts = mesh.data * mesh.expert * train.accumulation * train.interleave
+    tokens = train.batch // parts * (config.data.sequence // (mesh.seq * split))
+    if tokens % train.expert_chunks:
+        works = _nearest(train.expert_chunks, lambda size: tokens % size == 0)
+        raise ValueError(
+            f"train.expert_chunks: {tokens} tokens of a device do not divide in {train.expert_chunks} chunks; numbers that work: {works}"
         )
 
 

@@ -15,7 +15,7 @@ if importlib.metadata.version("jaxlib").startswith("0.10."):  # later ones end t
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("XLA_FLAGS", " ".join(FLAGS))
 
-import jax
+import jax  # noqa: E402  (reads the flags)
 
 jax.config.update("jax_enable_x64", True)
 jax.config.update("jax_compilation_cache_dir", str(Path(__file__).parent.parent / ".jax_cache"))

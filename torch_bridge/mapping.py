@@ -29,7 +29,8 @@ from torch_bridge.views import Shape, View
 class Rule:
     """Leaf `leaf`, such as "layers/attention/query", is torch's `key`, such as "model.layers.{layer}.self_attn.q_proj.weight".
 
-    Torch may hold the leaves `joined` in the same tensor, behind `leaf` along the logical axis `along`.
+    Torch may hold the leaves `joined` in the same tensor, behind `leaf` along the logical axis `along`. The layers of a stacked leaf are
+    torch's `start`, `start + step`, ….
     """
 
     leaf: str
@@ -37,6 +38,8 @@ class Rule:
     layout: str = ""
     joined: tuple[str, ...] = ()
     along: str = ""
+    start: int = 0
+    step: int = 1
 
     @property
     def leaves(self) -> tuple[str, ...]:
@@ -61,11 +64,7 @@ class Binding:
     torch_shape: Shape
     transform: Transform
     parameter: Parameter
-
-    @property
-    def layers(self) -> int:
-        """Parts of equally many keys: layers, or one of all."""
-        return self.parameter.shape[0] if self.parameter.stacked else 1
+    layers: tuple[int, ...] = ()
 
     @property
     def key_range(self) -> str:
@@ -73,9 +72,11 @@ class Binding:
         parts = zip(self.keys[0].split("."), self.keys[-1].split("."))
         return ".".join(first if first == last else f"{{{first}..{last}}}" for first, last in parts)
 
-    def layer_keys(self, layer: int) -> tuple[str, ...]:
-        size = len(self.keys) // self.layers
-        return self.keys[layer * size : (layer + 1) * size]
+    @property
+    def by_layer(self) -> list[tuple[int, tuple[str, ...]]]:
+        """The keys of each layer, with torch's number of it."""
+        size = len(self.keys) // len(self.layers)
+        return [(layer, self.keys[place * size : (place + 1) * size]) for place, layer in enumerate(self.layers)]
 
 
 def bind(rules: Iterable[Rule], specs: Tree) -> tuple[Binding, ...]:
@@ -125,29 +126,30 @@ def _binding(rule: Rule, records: Mapping[str, Parameter]) -> Binding:
     if rule.joined:
         dim = len(outer) + axes.index(rule.along)
         whole.append(Divide(dim, (parameter.shape[dim],) * len(rule.leaves)))
-    names = ("layer",) * parameter.stacked + ("expert",) * each
+    layers = tuple(rule.start + rule.step * place for place in range(parameter.shape[0])) if parameter.stacked else ()
+    names, places = (
+        ("layer",) * parameter.stacked + ("expert",) * each,
+        ([layers] if layers else []) + [range(size) for size in outer[-1:] * each],
+    )
     return Binding(
         paths=rule.leaves,
-        keys=tuple(rule.key.format(**dict(zip(names, place))) for place in itertools.product(*map(range, outer))),
+        keys=tuple(rule.key.format(**dict(zip(names, place))) for place in itertools.product(*places)),
         torch_shape=tuple(math.prod(sizes[name] for name in group) for group in groups),
         transform=Chain(tuple(whole)),
         parameter=parameter,
+        layers=layers,
     )
 
 
 def expected_shapes(bindings: Iterable[Binding]) -> dict[str, Shape]:
     """The shape of every torch tensor, in export order: what stands before the layers, each layer's, what stands after."""
-    bindings = tuple(bindings)
     found: dict[str, Shape] = {}
-    blocks: list[list[Binding]] = []
-    for binding in bindings:
-        if blocks and blocks[-1][0].parameter.stacked == binding.parameter.stacked:
-            blocks[-1].append(binding)
-        else:
-            blocks.append([binding])
-    for block in blocks:
-        for layer in range(block[0].layers):
-            found |= {key: binding.torch_shape for binding in block for key in binding.layer_keys(layer)}
+    for stacked, block in itertools.groupby(bindings, lambda binding: binding.parameter.stacked):
+        if not stacked:
+            found |= {key: binding.torch_shape for binding in block for key in binding.keys}
+            continue
+        parts = [(layer, keys, binding.torch_shape) for binding in block for layer, keys in binding.by_layer]
+        found |= {key: shape for _, keys, shape in sorted(parts, key=lambda part: part[0]) for key in keys}
     return found
 
 

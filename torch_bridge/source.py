@@ -54,7 +54,7 @@ class Source:
 
 def bindings(family: Family, model: ModelConfig, vocabulary_padded: int | None = None, stacked: bool = False) -> tuple[Binding, ...]:
     """How `family` names and lays out the parameters of `model`. Raises ValueError where it has no tensor for one."""
-    return bind(family.table(stacked), Decoder(model, vocabulary_padded or model.vocabulary).specs)
+    return bind(family.table(model, stacked), Decoder(model, vocabulary_padded or model.vocabulary).specs)
 
 
 def read_model(folder: str | Path, *, rope_length: int | None = None, ignore: Collection[str] = (), any_dtype: bool = False) -> Source:

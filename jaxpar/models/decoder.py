@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import jax
 from flax import nnx
@@ -21,13 +22,15 @@ from jaxpar.models.attention import Cache
 from jaxpar.models.block import Block, Norm
 from jaxpar.models.options import Options
 from jaxpar.models.parameter import table
-from jaxpar.models.pattern import FIRST, REST, Group, declared_layers, segments, unit
+from jaxpar.models.pattern import FIRST, REST, Group, Segment, declared_layers, segments, unit
 from jaxpar.parallel import vocabulary
 from jaxpar.parallel.sequence import Boundary
 from jaxpar.params import Tree, bind, collect, merge, padded_vocabulary
 
 if TYPE_CHECKING:
     from jaxpar.parallel.stack import Context
+
+LayerFunction = Callable[[Tree, Any, Any], tuple[Any, Tree]]  # (layer's parameters, x, context) -> (y, aux)
 
 
 class Table(nnx.Module):
@@ -83,8 +86,8 @@ class DecoderFunctions:
         return vocabulary.embed(table_VD, ids_BS, self.boundary, scale)
 
     def block(self, layer_params: Tree, x_BSD: jax.Array, context: Context) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """One layer or group: (y, aux), see `Block` and `Group`. `layer_params` is one slice of `layers`, `context.layer` that layer's.
-        State may come in there as `held`, which no gradient reaches."""
+        """One layer or group: (y, aux), see `Block` and `Group`. `layer_params` is one slice of `layers`, `context.layer` that layer's, its
+        `window` a number or an array. State may come in there as `held`, which no gradient reaches."""
         return self.bind_block(merge(layer_params, context.layer.get("held", {})))(x_BSD, context)
 
     def first_block(self, layer_params: Tree, x_BSD: jax.Array, context: Context) -> tuple[jax.Array, dict[str, jax.Array]]:
@@ -92,23 +95,32 @@ class DecoderFunctions:
         assert self.bind_first is not None
         return self.bind_first(layer_params)(x_BSD, context)
 
-    def block_of(self, name: str) -> Callable[..., tuple[jax.Array, dict[str, jax.Array]]]:
-        """The block of the stack of that name."""
-        return self.first_block if name == FIRST else self.block
-
-    def blocks(self, name: str, layer_params: Tree, flags: Tree) -> list[tuple[Block, Tree]]:
+    def bound(self, name: str, layer_params: Tree, flags: Tree) -> list[tuple[Block, Tree]]:
         """The layers of one slice of the stack of that name, each with its own of `flags`: one, or a group's."""
         bound = self.bind_first(layer_params) if name == FIRST and self.bind_first is not None else self.bind_block(layer_params)
         return bound.blocks(flags) if isinstance(bound, Group) else [(bound, flags)]
 
+    def blocks(self, segment: Segment) -> tuple[LayerFunction, ...]:
+        """The block of each unit of a stack, its attention windows known while tracing. Units of the same windows share a function."""
+        block = self.first_block if segment.name == FIRST else self.block
+
+        def known(windows: Any, layer_params: Tree, x_BSD: jax.Array, context: Context) -> tuple[jax.Array, dict[str, jax.Array]]:
+            return block(layer_params, x_BSD, context._replace(layer=context.layer | {"window": windows}))
+
+        of = {windows: partial(known, windows) for windows in segment.windows}
+        return tuple(of[windows] for windows in segment.windows)
+
     def block_cached(self, layer_params: Tree, x_BSD: jax.Array, context: Context, cache: Cache) -> tuple[jax.Array, Cache]:
         """One layer on S new tokens with `key` and `value` [B, M, K_tensor, H] of the earlier ones; see `Attention.cached`. For models
         whose layers are alike."""
-        ((block, _),) = self.blocks(REST, layer_params, context.layer)
+        ((block, _),) = self.bound(REST, layer_params, context.layer)
         return block.cached(x_BSD, context, cache)
 
-    def loss(self, params: Tree, x_BSD: jax.Array, labels_BS: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """Final norm, head and cross entropy: (sum over this device's valid tokens, aux), see `vocabulary.loss`. labels[B, S], -1 ignored.
+    def loss(
+        self, params: Tree, x_BSD: jax.Array, labels_BS: jax.Array, scale: jax.Array | float = 1.0
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """Final norm, head and cross entropy: (scale times the sum over this device's valid tokens, aux), see `vocabulary.loss`.
+        labels[B, S], -1 ignored.
 
         Reads `norm` and the head's table; sends one `enter` and three scalars a token."""
         settings = vocabulary.LossSettings(
@@ -117,7 +129,7 @@ class DecoderFunctions:
             z_loss=self.options.z_loss,
             softcap=self.config.logit_softcap,
         )
-        return vocabulary.loss(self.normed(params, x_BSD), self.head_table(params), labels_BS, settings)
+        return vocabulary.loss(self.normed(params, x_BSD), self.head_table(params), labels_BS, settings, scale)
 
     @property
     def auxiliary_metrics(self) -> tuple[str, ...]:

@@ -18,7 +18,7 @@ from jaxpar.models.mlp import MLP
 from jaxpar.models.options import Options
 from jaxpar.models.parameter import bias, matrix, state, value
 from jaxpar.ops import router
-from jaxpar.ops.grouped_matmul import grouped_matmul
+from jaxpar.ops.grouped_matmul import default_block, grouped_matmul
 from jaxpar.ops.grouped_mlp import grouped_mlp
 from jaxpar.ops.mlp import gated
 from jaxpar.ops.router import Router
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 ROUTER = 2  # where a layer draws noise, after dropout's two places
 Aux = dict[str, jax.Array]
+GPU_BLOCK = 512  # rows that a block of experts' matmuls should have on a GPU
 
 
 def by_row(factor_R1: jax.Array, bias_GO: nnx.Param | None, sizes_G: jax.Array) -> jax.Array:
@@ -77,7 +78,9 @@ class MoE(nnx.Module):
             capacity_factor=options.expert_capacity,
             by_weight=options.expert_priority == "weight",
             platform=options.platform,
+            chunks=options.expert_chunks,
         )
+        self.columns = options.expert_columns
         shape, axes = (moe.experts, moe.width, width), ("experts", "expert_mlp", "embed")
         self.router = matrix((moe.experts, width), ("router", "embed"), 1, config.init_std)
         self.correction = state((moe.experts,), ("router",)) if moe.correction else None
@@ -93,12 +96,12 @@ class MoE(nnx.Module):
     def __call__(self, x_BSD: jax.Array, context: Context) -> tuple[jax.Array, Aux]:
         """x as it lies between blocks -> (y likewise, aux). Sends what the dispatch sends, the shared expert's `enter` and `leave`, and
         E + 1 counts a sequence over the axes that split its tokens."""
-        batch, length, width = x_BSD.shape
+        batch, length, _ = x_BSD.shape
         valid_BS = self.valid(x_BSD, context)
         logits_BSE = self.logits(self.jittered(x_BSD, context))
         weights_TK, chosen_TK = self.routed(logits_BSE, valid_BS)
-        y_TD, lost = expert.moe(x_BSD.reshape(-1, width), weights_TK, chosen_TK, self.experts, self.dispatch)
-        y_BSD = y_TD.reshape(x_BSD.shape)
+        routed_BSK = (each.reshape(batch, length, -1) for each in (weights_TK, chosen_TK))
+        y_BSD, lost = (self.by_columns if self.columns else self.dispatched)(x_BSD, *routed_BSK)
         if self.shared is not None:
             y_BSD = y_BSD + self.shared(x_BSD)
         aux = self.aux(logits_BSE, chosen_TK.reshape(batch, length, -1), valid_BS)
@@ -127,6 +130,20 @@ class MoE(nnx.Module):
         key = jax.random.fold_in(jax.random.fold_in(context.shared["dropout"], context.layer["index"]), ROUTER)
         return router.jitter(x_BSD, self.moe.jitter, key, context.batch["rows"], row_tokens(self.boundary, x_BSD.shape[1], context))
 
+    def dispatched(self, x_BSD: jax.Array, weights_BSK: jax.Array, chosen_BSK: jax.Array) -> tuple[jax.Array, expert.Lost]:
+        """Routed tokens through this device's part of the experts, and what was not computed."""
+        flat = (each.reshape(-1, each.shape[-1]) for each in (x_BSD, weights_BSK, chosen_BSK))
+        y_TD, lost = expert.through(*flat, self.experts, self.dispatch)
+        return y_TD.reshape(x_BSD.shape), lost
+
+    def by_columns(self, x_BSD: jax.Array, weights_BSK: jax.Array, chosen_BSK: jax.Array) -> tuple[jax.Array, expert.Lost]:
+        """The same where each expert's columns are split over `tensor`: all tokens enter, with their weights and choices, results are
+        partial sums and leave. Every device of a tensor group dispatches all of their tokens; one of them counts what was lost."""
+        whole = (self.boundary.enter(each) for each in (x_BSD, weights_BSK, chosen_BSK))
+        y_BSD, lost = self.dispatched(*whole)
+        first = collectives.axis_index(TENSOR) == 0
+        return self.boundary.leave(y_BSD), jax.tree.map(lambda count: jnp.where(first, count, 0), lost)
+
     def logits(self, x_BSD: jax.Array) -> jax.Array:
         """[B, S, E] in float32, float64 where x is; the router's weights were rounded to the compute dtype like all others."""
         dtype = jnp.promote_types(x_BSD.dtype, jnp.float32)
@@ -136,17 +153,21 @@ class MoE(nnx.Module):
     def experts(self, rows_RD: jax.Array, weights_R: jax.Array, sizes_G: jax.Array) -> jax.Array:
         """This device's experts on rows sorted by expert, results times the rows' weights."""
         gate_GFD, up_GFD, down_GDF = (each[...] for each in (self.gate, self.up, self.down))
+        block = default_block(rows_RD.shape[0], sizes_G.size, GPU_BLOCK if self.dispatch.platform == "gpu" else 0)
         if self.fused:
-            return grouped_mlp(rows_RD, weights_R, gate_GFD, up_GFD, down_GDF, sizes_G, self.activation)
-        gate_RF = checkpoint_name(grouped_matmul(rows_RD, gate_GFD, sizes_G), "mlp_gate")
-        up_RF = checkpoint_name(grouped_matmul(rows_RD, up_GFD, sizes_G), "mlp_up")
+            return grouped_mlp(rows_RD, weights_R, gate_GFD, up_GFD, down_GDF, sizes_G, self.activation, block)
+        gate_RF = checkpoint_name(grouped_matmul(rows_RD, gate_GFD, sizes_G, block), "mlp_gate")
+        up_RF = checkpoint_name(grouped_matmul(rows_RD, up_GFD, sizes_G, block), "mlp_up")
         if self.moe.biases:
             ones_R1 = jnp.ones_like(rows_RD[:, :1])
             gate_RF, up_RF = (a + by_row(ones_R1, b, sizes_G) for a, b in ((gate_RF, self.gate_bias), (up_RF, self.up_bias)))
         hidden_RF = gated(gate_RF, up_RF, self.activation)
         hidden_RF = (hidden_RF.astype(weights_R.dtype) * weights_R[:, None]).astype(hidden_RF.dtype)
-        y_RD = grouped_matmul(hidden_RF, down_GDF, sizes_G)
-        return y_RD + by_row(weights_R[:, None].astype(y_RD.dtype), self.down_bias, sizes_G) if self.moe.biases else y_RD
+        y_RD = grouped_matmul(hidden_RF, down_GDF, sizes_G, block)
+        if not self.moe.biases:
+            return y_RD
+        once_R = weights_R * (collectives.axis_index(TENSOR) == 0) if self.columns else weights_R  # of the sum over `tensor`
+        return y_RD + by_row(once_R[:, None].astype(y_RD.dtype), self.down_bias, sizes_G)
 
     def valid(self, x_BSD: jax.Array, context: Context) -> jax.Array:
         """Which of this device's tokens are no padding: bool [B, S]. A batch without segments has none."""
@@ -166,7 +187,7 @@ class MoE(nnx.Module):
         whole_BE, whole_B = (collectives.vary_like(a, tokens_B) for a in (whole_BE, whole_B))
         mean_B = 1 / jnp.maximum(whole_B, 1).astype(share_BE.dtype)
         return {
-            "load": load_BE.sum(0),
+            "load": load_BE.sum(0, dtype=jnp.int32),
             "share": share_BE.sum(0),
             "balance": router.sequence_balance(whole_BE, share_BE, whole_B, self.moe.per_token).sum(),
             "z": (router.z_loss(logits_BSE, valid_BS) * mean_B).sum(),

@@ -14,7 +14,7 @@ class Options:
     """`attention` is auto, blockwise or cudnn; `attention_block` the queries and keys of one tile; `loss_chunk` the tokens whose logits
     exist at once, `mlp_chunk` those whose hidden values do (0: all); `context` how `seq` shares attention; `platform` the devices that run
     it ("cpu", "gpu"), which need not be those that compile it. The `expert_` fields are
-    `parallel.expert.Dispatch`'s; `expert_fused` computes experts' gate and up again in the backward, for policies that would anyway."""
+    `parallel.expert.Dispatch`'s, `expert_columns` as in `config.TrainConfig`; `expert_fused` computes experts' gate and up again in the backward, for policies that would anyway."""
 
     attention: str = "auto"
     attention_block: int = 512
@@ -28,6 +28,8 @@ class Options:
     expert_buffer: float = 1.5
     expert_capacity: float = 1.25
     expert_priority: str = "position"
+    expert_chunks: int = 1
+    expert_columns: bool = False
     expert_fused: bool = False
 
 
@@ -46,5 +48,7 @@ def train_options(train: TrainConfig, platform: str) -> Options:
         expert_buffer=train.expert_buffer,
         expert_capacity=train.expert_capacity,
         expert_priority=train.expert_priority,
+        expert_chunks=train.expert_chunks,
+        expert_columns=train.expert_columns,
         expert_fused=train.remat in ("attention", "block"),
     )

@@ -33,19 +33,23 @@ FIRST, REST = "first", "rest"
 
 
 class Segment(NamedTuple):
-    """A stack: `units` of `size` layers each, from layer `start`."""
+    """A stack: `units` of `size` layers each, from layer `start`. `windows`: the attention window of each unit's layer, 0 for none; where a
+    unit is a group, those of its layers."""
 
     name: str
     start: int
     units: int
     size: int
+    windows: tuple[int, ...] | tuple[tuple[int, ...], ...]
 
 
 def segments(config: ModelConfig) -> tuple[Segment, ...]:
     """The stacks of a model, in the order in which they run; a model with one has no names in its tree."""
     dense, every = (config.moe.dense_layers, config.moe.every) if config.moe.experts else (0, 1)
-    rest = Segment(REST, dense, (config.layers - dense) // every, every)
-    return (Segment(FIRST, 0, dense, 1), rest) if dense else (rest,)
+    windows = tuple(config.layer_windows)
+    own = windows[dense:] if every == 1 else tuple(windows[n : n + every] for n in range(dense, config.layers, every))
+    rest = Segment(REST, dense, (config.layers - dense) // every, every, own)
+    return (Segment(FIRST, 0, dense, 1, windows[:dense]), rest) if dense else (rest,)
 
 
 class Group(nnx.Module):

@@ -4,8 +4,9 @@
 
 A block of rows goes through all three matmuls while it is there; the backward computes its gate and up again, then both of its gradients.
 That is 11 matmuls where keeping gate and up takes 9 and computing them again in matmuls of their own takes 11. Work list and cost as in
-`grouped_matmul`. The loops are whiles with a fixed count rather than scans, so that the layer stack leaves them whole: cut into input and
-weight gradients they would hand over R rows by F after all.
+`grouped_matmul`, but that visits without rows are not made: a buffer with room to spare costs memory and no time. The loops are whiles and
+no scans: their count is known at run time, and the layer stack leaves them whole: cut into input and weight gradients they would hand over
+R rows by F after all.
 
 Dims: R rows, D model width, F MLP width, G groups, V visits.
 """
@@ -50,14 +51,16 @@ def grouped_mlp(
 
 
 def _over(list_: Visits, body: Callable[[Carry, Visits], Carry], start: Carry) -> Carry:
-    """`body` for every visit, one after another."""
+    """`body` for every visit that has rows, one after another. Those come first; there are at most `count`, which is how a reader of the
+    compiled program bounds the loop. Rows that a buffer has to spare cost nothing."""
     count = list_.group.shape[0]
+    needed = (list_.first < list_.last).sum(dtype=jnp.int32)
 
     def step(state: tuple[jax.Array, Carry]) -> tuple[jax.Array, Carry]:
         number, carry = state
         return number + 1, body(carry, Visits(*(lax.dynamic_index_in_dim(a, number, keepdims=False) for a in list_)))
 
-    return lax.while_loop(lambda state: state[0] < count, step, (jnp.int32(0), start))[1]
+    return lax.while_loop(lambda state: (state[0] < count) & (state[0] < needed), step, (jnp.int32(0), start))[1]
 
 
 def _times(x: jax.Array, weight: jax.Array, dim: int) -> jax.Array:

@@ -18,6 +18,11 @@ from jaxpar.parallel.stack import Context, LayerStack, Saved
 Tree = Any
 
 
+def linked(stacks: Mapping[str, LayerStack]) -> LayerStack | Chain:
+    """The stacks as one: a single one as it is, whose trees have no branches."""
+    return Chain(stacks) if len(stacks) > 1 else next(iter(stacks.values()))
+
+
 @dataclass(frozen=True, eq=False)
 class Chain:
     """`stacks` in the order in which they run."""

@@ -1,7 +1,8 @@
 """Expert parallelism: tokens travel to the devices that hold their experts, and the results travel back.
 
-    Dispatch   how: over which axes, by which method, with how large a buffer
-    moe        x[T, D], the chosen experts of each token and their weights -> y[T, D]
+    Dispatch   how: over which axes, by which method, with how large a buffer, in how many chunks
+    moe        x[T, D], a router and this device's experts -> y[T, D]: usable inside any shard_map
+    through    the same for tokens that are routed already
 
 E experts lie over `axes` (one or several, folded), E/n consecutive ones on each of n devices, each with T tokens of its own. Inside a
 device rows are sorted by expert (stable, so nothing depends on timing), `experts` serves them, and each token adds up its K results in
@@ -39,6 +40,7 @@ from jaxpar.parallel import collectives
 
 METHODS = ("gather", "ragged", "capacity")
 Experts = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+Router = Callable[[jax.Array], tuple[jax.Array, jax.Array]]
 Four = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
 
 
@@ -52,7 +54,8 @@ class Lost(NamedTuple):
 @dataclass(frozen=True, kw_only=True)
 class Dispatch:
     """`experts` in all, split over `axes`. `buffer_factor` and `capacity_factor` are in units of the balanced load; `by_weight` drops the
-    choices of least weight instead of the latest. `platform` says where it runs ("cpu", "gpu")."""
+    choices of least weight instead of the latest. `platform` says where it runs ("cpu", "gpu"); a device's tokens go in `chunks`, each with
+    a buffer, a capacity and an overflow of its own."""
 
     experts: int
     axes: tuple[str, ...]
@@ -61,9 +64,10 @@ class Dispatch:
     capacity_factor: float = 1.25
     by_weight: bool = False
     platform: str = "cpu"
+    chunks: int = 1
 
     def __post_init__(self) -> None:
-        assert self.method in METHODS and self.buffer_factor >= 1, self
+        assert self.method in METHODS and self.buffer_factor >= 1 and self.chunks >= 1, self
 
     def rows(self, tokens: int, k: int, ways: int) -> int:
         """Rows of the buffer of a device, each of whose peers has `tokens` tokens of `k` experts. Never more than all there could be: a
@@ -76,47 +80,69 @@ class Dispatch:
         return min(tokens, math.ceil(self.capacity_factor * tokens * k / self.experts))
 
 
-def moe(x_TD: jax.Array, weights_TK: jax.Array, chosen_TK: jax.Array, experts: Experts, dispatch: Dispatch) -> tuple[jax.Array, Lost]:
-    """Each token through its experts, results weighted and added: (y[T, D] in x's dtype, what was not computed).
+def moe(x_TD: jax.Array, router: Router, experts: Experts, dispatch: Dispatch) -> tuple[jax.Array, Lost]:
+    """A mixture of experts for anyone's `shard_map`: each token to the experts that `router` chooses, their results weighted and added.
 
-    `chosen` holds numbers from 0 to E - 1, different ones in each token; anything else goes nowhere and gives zeros. `experts(rows[R, D],
-    weights[R], sizes[G]) -> [R, D]` serves this device's experts, rows sorted by expert, and multiplies each result by its weight: best
-    before its last matrix, for then the weight's gradient needs no result, and nothing need be kept or computed again for it. Rows behind
-    the last expert's are zeros and are not read.
+    x[T, D]: this device's tokens, others on each device along `dispatch.axes`, over which x must vary. `router(x) -> (weights[T, K],
+    chosen[T, K])`: local, such as `ops.router.select` of logits; chosen are numbers from 0 to E - 1, different ones in each token, and
+    anything else goes nowhere and gives zeros. `experts(rows[R, D], weights[R], sizes[G]) -> [R, D]` serves this device's E/n experts,
+    numbers i E/n to (i+1) E/n - 1 on the i-th device along the axes: rows sorted by expert, `sizes` rows of each, every result multiplied
+    by its weight, best before the last matrix: then the weight's gradient needs no result. Rows behind the last expert's are zeros and are
+    not read; `ops.grouped_matmul` and `ops.grouped_mlp` are made for it.
 
-    Runs inside shard_map, all arguments varying over `axes`.
+    Returns (y[T, D] in x's dtype, `Lost`). Sharding of y is x's. Differentiable in x and in what router and experts close over; the
+    gradients of an expert's weights are those of all tokens along the axes, and partial sums over other axes that split tokens.
+    Sends what the head of this file says, forward and backward alike. AssertionError where n does not divide E, or chunks T.
+    Source: Shazeer et al. (2017); Lepikhin et al., GShard (2020), section 3.2.
     """
-    ways = collectives.axis_size(dispatch.axes)
+    weights_TK, chosen_TK = router(x_TD)
+    return through(x_TD, weights_TK, chosen_TK, experts, dispatch)
+
+
+def through(x_TD: jax.Array, weights_TK: jax.Array, chosen_TK: jax.Array, experts: Experts, dispatch: Dispatch) -> tuple[jax.Array, Lost]:
+    """`moe` of tokens that are routed already. In `chunks`, one chunk's rows travel while another's are served."""
+    ways, chunks = collectives.axis_size(dispatch.axes), dispatch.chunks
     assert dispatch.experts % ways == 0, f"{dispatch.experts} experts over {ways} devices"
+    assert x_TD.shape[0] % chunks == 0, f"{x_TD.shape[0]} tokens in {chunks} chunks"
     method = {"gather": _gather, "ragged": _ragged, "capacity": _capacity}[dispatch.method]
     if ways == 1 and dispatch.method != "capacity":
         method = _local
-    y_TD, lost = method(x_TD, weights_TK, chosen_TK, experts, dispatch, ways)
-    return y_TD.astype(x_TD.dtype), lost
+    cut = [jnp.split(a, chunks) if chunks > 1 else [a] for a in (x_TD, weights_TK, chosen_TK)]
+    trips = [method(x, weights, chosen, dispatch, ways) for x, weights, chosen in zip(*cut, strict=True)]
+    results, arrived = [], trips[0].send()
+    for number, trip in enumerate(trips):
+        following = trips[number + 1].send() if number + 1 < chunks else None
+        results.append(trip.back(experts(*arrived)).astype(x_TD.dtype))
+        arrived = following if following is not None else arrived
+    lost = jax.tree.map(lambda *each: sum(each[1:], each[0]), *(trip.lost for trip in trips))
+    return jnp.concatenate(results) if chunks > 1 else results[0], lost
 
 
-def _local(
-    x_TD: jax.Array, weights_TK: jax.Array, chosen_TK: jax.Array, experts: Experts, dispatch: Dispatch, ways: int
-) -> tuple[jax.Array, Lost]:
+class Trip(NamedTuple):
+    """Of a chunk of tokens: `send` brings them to their experts, (rows[R, D], weights[R], sizes[G]); `back` their results home."""
+
+    send: Callable[[], tuple[jax.Array, jax.Array, jax.Array]]
+    back: Callable[[jax.Array], jax.Array]
+    lost: Lost
+
+
+def _local(x_TD: jax.Array, weights_TK: jax.Array, chosen_TK: jax.Array, dispatch: Dispatch, ways: int) -> Trip:
     """The choices of experts 0 to E/n - 1, of tokens that are here."""
     size = dispatch.rows(chosen_TK.shape[0] // ways, chosen_TK.shape[1], ways)
     rows, sizes_G, overflow = sort(chosen_TK, dispatch.experts // ways, size)
-    y_RD = experts(spread(x_TD, rows), carry(weights_TK, rows), sizes_G)
-    return combine(y_RD, rows), Lost(overflow, jnp.zeros_like(overflow))
+    send = lambda: (spread(x_TD, rows), carry(weights_TK, rows), sizes_G)  # noqa: E731
+    return Trip(send, lambda y_RD: combine(y_RD, rows), Lost(overflow, jnp.zeros_like(overflow)))
 
 
-def _gather(
-    x_TD: jax.Array, weights_TK: jax.Array, chosen_TK: jax.Array, experts: Experts, dispatch: Dispatch, ways: int
-) -> tuple[jax.Array, Lost]:
+def _gather(x_TD: jax.Array, weights_TK: jax.Array, chosen_TK: jax.Array, dispatch: Dispatch, ways: int) -> Trip:
     all_x, all_weights, all_chosen = (collectives.all_gather(a, dispatch.axes, 0) for a in (x_TD, weights_TK, chosen_TK))
     first = collectives.axis_index(dispatch.axes).astype(jnp.int32) * (dispatch.experts // ways)
-    y_TD, lost = _local(all_x, all_weights, all_chosen - first, experts, dispatch, ways)
-    return collectives.reduce_scatter(y_TD.astype(x_TD.dtype), dispatch.axes, 0), lost
+    here = _local(all_x, all_weights, all_chosen - first, dispatch, ways)
+    back = lambda y_RD: collectives.reduce_scatter(here.back(y_RD).astype(x_TD.dtype), dispatch.axes, 0)  # noqa: E731
+    return Trip(here.send, back, here.lost)
 
 
-def _capacity(
-    x_TD: jax.Array, weights_TK: jax.Array, chosen_TK: jax.Array, experts: Experts, dispatch: Dispatch, ways: int
-) -> tuple[jax.Array, Lost]:
+def _capacity(x_TD: jax.Array, weights_TK: jax.Array, chosen_TK: jax.Array, dispatch: Dispatch, ways: int) -> Trip:
     count, capacity = dispatch.experts, dispatch.capacity(chosen_TK.shape[0], chosen_TK.shape[1])
     held, width = count // ways, x_TD.shape[1]
     rows, dropped = sort_limited(chosen_TK, count, capacity, jax.lax.stop_gradient(weights_TK) if dispatch.by_weight else None)
@@ -126,27 +152,32 @@ def _capacity(
         a = collectives.all_to_all(a.reshape(ways, held, capacity, -1), dispatch.axes, 0, 0)
         return a.swapaxes(0, 1).reshape(held * ways * capacity, -1)
 
+    def back(y: jax.Array) -> jax.Array:
+        y = y.reshape(held, ways, capacity, width).swapaxes(0, 1)
+        return combine(collectives.all_to_all(y, dispatch.axes, 0, 0).reshape(-1, width), rows)
+
     sizes_G = jnp.zeros_like(dropped, shape=(held,)) + ways * capacity
-    y = experts(there(spread(x_TD, rows)), there(carry(weights_TK, rows))[:, 0], sizes_G)
-    y = y.reshape(held, ways, capacity, width).swapaxes(0, 1)
-    back = collectives.all_to_all(y, dispatch.axes, 0, 0).reshape(-1, width)
-    return combine(back, rows), Lost(jnp.zeros_like(dropped), dropped)
+    send = lambda: (there(spread(x_TD, rows)), there(carry(weights_TK, rows))[:, 0], sizes_G)  # noqa: E731
+    return Trip(send, back, Lost(jnp.zeros_like(dropped), dropped))
 
 
-def _ragged(
-    x_TD: jax.Array, weights_TK: jax.Array, chosen_TK: jax.Array, experts: Experts, dispatch: Dispatch, ways: int
-) -> tuple[jax.Array, Lost]:
+def _ragged(x_TD: jax.Array, weights_TK: jax.Array, chosen_TK: jax.Array, dispatch: Dispatch, ways: int) -> Trip:
     held, size = dispatch.experts // ways, dispatch.rows(chosen_TK.shape[0], chosen_TK.shape[1], ways)
     rows, sizes_E, _ = sort(chosen_TK, dispatch.experts, chosen_TK.size)
     plan, from_nG, overflow = _plan(sizes_E.reshape(ways, held), size, dispatch.axes)
-    arrived, weights = (_exchange(dispatch, size, a, plan) for a in (spread(x_TD, rows), carry(weights_TK, rows)[:, None]))
-    # What has arrived lies device by device, each device's rows by expert. Now by expert.
+    # What arrives lies device by device, each device's rows by expert. Then by expert.
     row_R, ends = jnp.arange(size, dtype=jnp.int32), jnp.cumsum(from_nG.reshape(-1))
     expert_R = jnp.where(row_R < ends[-1], (ends[None, :] <= row_R[:, None]).sum(1, dtype=jnp.int32) % held, held)
     again, sizes_G, _ = sort(expert_R[:, None], held, size)
-    y_RD = combine(experts(spread(arrived, again), carry(weights, again), sizes_G), again)
-    back = _exchange(dispatch, chosen_TK.size, y_RD, Plan(plan.back, plan.there))
-    return combine(back, rows), Lost(overflow, jnp.zeros_like(overflow))
+
+    def send() -> tuple[jax.Array, jax.Array, jax.Array]:
+        arrived, weights = (_exchange(dispatch, size, a, plan) for a in (spread(x_TD, rows), carry(weights_TK, rows)[:, None]))
+        return spread(arrived, again), carry(weights, again), sizes_G
+
+    def back(y_RD: jax.Array) -> jax.Array:
+        return combine(_exchange(dispatch, chosen_TK.size, combine(y_RD, again), Plan(plan.back, plan.there)), rows)
+
+    return Trip(send, back, Lost(overflow, jnp.zeros_like(overflow)))
 
 
 class Plan(NamedTuple):

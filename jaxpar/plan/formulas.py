@@ -8,7 +8,8 @@ Each collective is a `traffic.Collective` whose `source` says what it is for, so
 Nothing here reads `rules.py`, `zero.py` or `stack.py`: sizes and counts are written down once more, or agreement would prove nothing.
 
 Dims: B sequences and S tokens of a microbatch on one device, D model width, N query heads, K key/value heads, H head width, F MLP width,
-V vocabulary, L layers, t devices along `tensor`, n replicas (devices along `data`, `expert` and `seq` together).
+V vocabulary, L layers, t devices along `tensor`, n replicas (devices along `data`, `expert` and `seq` together;
+of experts, those along the axes that experts are not split over).
 
 A step of M parameters a device (before ZeRO), a accumulated microbatches:
 
@@ -33,6 +34,7 @@ from jaxpar.mesh import AXES, REPLICA, TENSOR
 from jaxpar.models.decoder import declared
 from jaxpar.params import flatten
 from jaxpar.plan.context import context_traffic
+from jaxpar.plan.experts import expert_traffic
 from jaxpar.plan.traffic import Collective, ring_bytes
 
 # How often the backward of a layer sends again what its forward sent, to compute values that the policy did not keep: (enter, leave).
@@ -52,6 +54,9 @@ class Weight:
     split     ZeRO splits it over the replicas
     on_tensor `tensor` splits it
     columns   the embedding's table where its rows travel instead of it (ZeRO-3)
+    copies    axes of REPLICA over which it is whole before ZeRO: all of them, but for experts those that experts are not split over
+    ways      devices along `copies`
+    axes      mesh axes that split it before ZeRO
     role      of its record in `params.py`
     """
 
@@ -63,6 +68,9 @@ class Weight:
     on_tensor: bool
     columns: bool
     role: str
+    copies: tuple[str, ...]
+    ways: int
+    axes: tuple[str, ...]
 
     @property
     def elements(self) -> int:
@@ -90,25 +98,39 @@ def weights(config: Config) -> list[Weight]:
     rows_travel = config.train.zero == 3 and n > 1 and not config.model.tied and config.model.width % n == 0
     found = []
     for name, spec in flatten(declared(config.model, t)):
-        shape, cut = [], False
+        shape, axes = [], set[str]()
         for size, axis in zip(spec.layer_shape, spec.layer_axes, strict=True):
-            fits = axis in SPLIT_BY_TENSOR and not (axis == "kv_heads" and size < t)
-            shape.append(size // t if fits else size)
-            cut |= fits
+            target = _target(config, axis, size)
+            shape.append(size // math.prod(getattr(config.mesh, each) for each in target))
+            axes |= set(target)
         inside = bool({"heads", "kv_heads", "head_dim", "mlp"} & set(spec.layer_axes))
+        copies = tuple(axis for axis in REPLICA if axis not in axes)
+        ways = math.prod(getattr(config.mesh, axis) for axis in copies)
         found.append(
             Weight(
                 name=name,
                 shape=tuple(shape),
                 layers=spec.shape[0] if spec.stacked else 0,
-                partial=t > 1 and not cut and (inside or token_shards(config) > 1),
-                split=config.train.zero > 0 and n > 1 and any(size % n == 0 for size in shape),
-                on_tensor=t > 1 and cut,
+                partial=t > 1 and TENSOR not in axes and (inside or token_shards(config) > 1),
+                split=config.train.zero > 0 and ways > 1 and any(size % ways == 0 for size in shape),
+                on_tensor=t > 1 and TENSOR in axes,
                 columns=rows_travel and name == "embedding/table" and math.prod(microbatch(config)) // token_shards(config) <= shape[0],
                 role=spec.role,
+                copies=copies,
+                ways=ways,
+                axes=tuple(axis for axis in AXES if axis in axes),
             )
         )
     return found
+
+
+def _target(config: Config, axis: str, size: int) -> tuple[str, ...]:
+    """The mesh axes that split a dim of a parameter."""
+    if axis == "experts":
+        return config.train.expert_axes
+    split = SPLIT_BY_TENSOR | ({"expert_mlp"} if config.train.expert_columns else set())
+    fits = axis in split and not (axis == "kv_heads" and size < config.mesh.tensor)
+    return (TENSOR,) if fits else ()
 
 
 def microbatch(config: Config) -> tuple[int, int]:
@@ -139,7 +161,15 @@ def step_traffic(config: Config) -> list[Collective]:
     embedding, norm, head, first and last layer then happen once a step instead of once a microbatch.
     """
     found = [each for weight in weights(config) for each in [*_gathers(config, weight), *_reductions(config, weight)]]
-    return [*found, *_activations(config), *context_traffic(config), *_loss(config), *_scalars(config), *_norm(config)]
+    return [
+        *found,
+        *_activations(config),
+        *context_traffic(config),
+        *expert_traffic(config),
+        *_loss(config),
+        *_scalars(config),
+        *_norm(config),
+    ]
 
 
 def _gathers(config: Config, weight: Weight) -> list[Collective]:
@@ -149,7 +179,7 @@ def _gathers(config: Config, weight: Weight) -> list[Collective]:
         return []
 
     def gather(what: str, count: int, elements: int) -> list[Collective]:
-        return _send(config, f"weights, {what}", "all_gather", REPLICA, count, elements, train.compute_dtype)
+        return _send(config, f"weights, {what}", "all_gather", weight.copies, count, elements, train.compute_dtype)
 
     if train.zero < 3:
         return gather("once a step", 1, weight.total)
@@ -175,22 +205,23 @@ def _reductions(config: Config, weight: Weight) -> list[Collective]:
         return _send(config, f"gradients, {what}", kind, axes, count, elements, train.reduce_dtype)
 
     if not weight.split:
-        return reduce("once a step", "all_reduce", (*REPLICA, *tensor), 1, weight.total)
+        return reduce("once a step", "all_reduce", (*weight.copies, *tensor), 1, weight.total)
     if weight.columns:
         return []  # each device has its columns' whole gradient
-    rest = reduce("rest over tensor", "all_reduce", tensor, 1, weight.total // replicas(config))
+    rest = reduce("rest over tensor", "all_reduce", tensor, 1, weight.total // weight.ways)
     if train.zero == 1:
-        return [*reduce("once a step", "reduce_scatter", REPLICA, 1, weight.total), *rest]
+        return [*reduce("once a step", "reduce_scatter", weight.copies, 1, weight.total), *rest]
     if not layers:
-        return [*reduce("once a microbatch", "reduce_scatter", REPLICA, a, weight.elements), *rest]
-    late = reduce("one layer late", "reduce_scatter", REPLICA, a * (layers - 1), weight.elements)
-    return [*late, *reduce("last layer of a pass", "reduce_scatter", REPLICA, a, weight.elements), *rest]
+        return [*reduce("once a microbatch", "reduce_scatter", weight.copies, a, weight.elements), *rest]
+    late = reduce("one layer late", "reduce_scatter", weight.copies, a * (layers - 1), weight.elements)
+    return [*late, *reduce("last layer of a pass", "reduce_scatter", weight.copies, a, weight.elements), *rest]
 
 
 def _activations(config: Config) -> list[Collective]:
-    """Over `tensor`: a block enters and leaves twice, the embedding leaves, the loss enters. The transpose of each is the other."""
+    """Over `tensor`: a block enters and leaves twice (once where routed experts alone are in the MLP's place), the embedding leaves, the
+    loss enters. The transpose of each is the other."""
     train, (b, s) = config.train, microbatch(config)
-    elements, again = b * s * config.model.width, SENT_AGAIN[train.remat]
+    elements, again, blocks = b * s * config.model.width, SENT_AGAIN[train.remat], crossings(config)
     parts, each = train.interleave, config.model.layers * train.accumulation
     enters, leaves = ("all_gather", "reduce_scatter") if train.sequence_parallel else ("", "all_reduce")
 
@@ -198,8 +229,8 @@ def _activations(config: Config) -> list[Collective]:
         sent = _send(config, f"activations, {what}", kind, (TENSOR,), count, elements // parts, train.compute_dtype)
         return sent if kind else []  # without sequence parallelism every device has all tokens already
 
-    passes = [("forward", enters, 2), ("forward", leaves, 2), ("backward", leaves, 2), ("backward", enters, 2)]
-    passes += [("again", enters, again[0]), ("again", leaves, again[1])]
+    passes = [("forward", enters, blocks), ("forward", leaves, blocks), ("backward", leaves, blocks), ("backward", enters, blocks)]
+    passes += [("again", enters, again[0] * blocks // 2), ("again", leaves, again[1])]
     if train.collective_matmul and config.mesh.tensor > 1:  # each all-gather and reduce-scatter is t - 1 permutes of a chunk
         parts = config.mesh.tensor
         passes = [(what, "permute", times * (parts - 1)) for what, _, times in passes]
@@ -209,6 +240,13 @@ def _activations(config: Config) -> list[Collective]:
     a = train.accumulation
     embedding = [*send("embedding, forward", leaves, a), *send("embedding, backward", enters, a)]
     return [*layers, *embedding, *send("head, forward", enters, a), *send("head, backward", leaves, a)]
+
+
+def crossings(config: Config) -> int:
+    """How often a block's activations enter and leave what `tensor` splits: attention, and the MLP or the shared expert. What experts
+    whose columns it splits add is in `experts.py`."""
+    moe = config.model.moe
+    return 2 if not moe.experts or moe.shared_width else 1
 
 
 def _loss(config: Config) -> list[Collective]:
@@ -232,7 +270,9 @@ def _scalars(config: Config) -> list[Collective]:
 
 def _norm(config: Config) -> list[Collective]:
     """The gradients' sum of squares: one scalar for each set of axes that splits some of them."""
-    kinds = {(*(REPLICA if weight.split else ()), *((TENSOR,) if weight.on_tensor else ())) for weight in weights(config)}
+    several = [axis for axis in AXES if getattr(config.mesh, axis) > 1]
+    splits = [{*weight.axes, *(weight.copies if weight.split else ())} for weight in weights(config)]
+    kinds = {tuple(axis for axis in several if axis in axes) for axes in splits}
     return [
         one for axes in sorted(kinds) for one in _send(config, "norm of the gradients", "all_reduce", axes, 1, 1, _scalar_dtype(config))
     ]
@@ -247,7 +287,7 @@ def state_bytes(config: Config) -> int:
     elements = 0
     for weight in weights(config):
         copies = 1 + (matrices if weight.role == "matrix" else moments)
-        elements += copies * (weight.total // (replicas(config) if weight.split else 1))
+        elements += copies * (weight.total // (weight.ways if weight.split else 1))
     return elements * _itemsize(config.train.master_dtype) + 4 * counters
 
 
@@ -274,12 +314,14 @@ def gradient_bytes(config: Config) -> int:
     ZeRO 0, 1   (buffer whole) what its reduction gives: whole, or this device's part
     ZeRO 2, 3   (buffer split) what waits for its reduction: whole gradients of two layers and of what is outside the layers
     """
-    n, buffer, beside = replicas(config), 0, 0
+    buffer, beside = 0, 0
     for weight in weights(config):
+        n = weight.ways
         late = weight.split and config.train.zero >= 2 and not weight.columns
         buffer += weight.total // n if weight.split and config.train.zero >= 2 else weight.total
-        beside += weight.elements * (min(weight.layers, 2) or 1) if late else weight.total // (n if weight.split else 1)
-    return _itemsize(config.train.master_dtype) * (buffer + (beside if n > 1 else 0))
+        if n > 1:
+            beside += weight.elements * (min(weight.layers, 2) or 1) if late else weight.total // (n if weight.split else 1)
+    return _itemsize(config.train.master_dtype) * (buffer + beside)
 
 
 def saved_bytes(config: Config) -> int | None:

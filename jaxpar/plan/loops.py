@@ -1,6 +1,7 @@
 """How often each instruction of a compiled program runs.
 
 trip_count    iterations of one loop
+bound         the most of a loop that ends early
 at_most       loops that may run less often than counted
 executions    every instruction that runs, with how often it does (loops, calls, fusions and branches followed)
 matmul_flops  2 M N K of every matrix product, so counted
@@ -50,16 +51,29 @@ def _call_operands(program: Program, computation: str, opcodes: tuple[str, ...])
 
 def trip_count(program: Program, loop: Instruction) -> int:
     """How often the body of a `while` runs: XLA's own count, else from a counter that is compared with a constant, else at most as often
-    as `tile_pairs` says.
+    as `bound` says.
 
     Raises ValueError when none of them is there.
     """
     try:
         return _exact(program, loop)
     except ValueError:
-        if pairs := tile_pairs(program, loop):
-            return pairs
+        if most := bound(program, loop):
+            return most
         raise
+
+
+def bound(program: Program, loop: Instruction) -> int:
+    """The most often that a loop can run which ends early at run time, 0 of any other: `tile_pairs`, or the constant that its counter is
+    compared with beside another condition (experts' loop over blocks of rows, `ops/grouped_mlp.py`)."""
+    if pairs := tile_pairs(program, loop):
+        return pairs
+    conjunction = _call_operands(program, loop.attribute("condition") or "", ("and",))
+    if conjunction is None:
+        return 0
+    compared = [each for each in program.computations[conjunction[0].computation].instructions.values() if each.opcode == "compare"]
+    limits = [_constant(program, program.operands(each)[1]) for each in compared if each.attribute("direction") == "LT"]
+    return min((limit for limit in limits if limit is not None), default=0)
 
 
 def tile_pairs(program: Program, loop: Instruction) -> int:
@@ -73,13 +87,13 @@ def tile_pairs(program: Program, loop: Instruction) -> int:
 
 
 def at_most(program: Program) -> list[Instruction]:
-    """Loops whose count is only known to be at most their `tile_pairs`."""
+    """Loops whose count is only known to be at most their `bound`."""
     found = []
     for each in (one for c in program.computations.values() for one in c.instructions.values() if one.opcode == "while"):
         try:
             _exact(program, each)
         except ValueError:
-            found += [each] if tile_pairs(program, each) else []
+            found += [each] if bound(program, each) else []
     return found
 
 

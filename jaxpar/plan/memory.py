@@ -73,9 +73,9 @@ def _dims(shape: tuple[int, ...]) -> tuple[int, ...]:
 def weight_shapes(config: Config) -> set[tuple[int, ...]]:
     """Dims that an array of one parameter may have: one layer, all, or all but the last; whole, one dim split by ZeRO, or that dim as
     (replicas, share); neighbouring dims merged, as matmuls see heads and their width."""
-    n, found = formulas.replicas(config), set()
+    found = set()
     for weight in formulas.weights(config):
-        shapes = [weight.shape]
+        shapes, n = [weight.shape], weight.ways
         if weight.split:
             for place, size in enumerate(weight.shape):
                 if size % n == 0:

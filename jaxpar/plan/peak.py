@@ -20,14 +20,14 @@ from jaxpar.plan import formulas
 def formula_bytes(config: Config) -> dict[str, int]:
     """Of one GPU: `state` by 16 bytes a parameter and its ZeRO shares, `activations` of a microbatch by Korthikanti without attention
     scores, at the remat policy that is nearest; and `kept`, what this program's forward keeps for the backward."""
-    n, level, elements = formulas.replicas(config), config.train.zero, sum(weight.total for weight in formulas.weights(config))
-    shares = {0: 16, 1: 4 + 12 / n, 2: 2 + 14 / n, 3: 16 / n}[level]
+    split = {0: 0, 1: 12, 2: 14, 3: 16}[config.train.zero]  # bytes of 16 that ZeRO divides
+    state = sum(weight.total * (16 - split + split / weight.ways) for weight in formulas.weights(config))
     (b, s), t = formulas.microbatch(config), config.mesh.tensor
     one = b * s * config.model.width
     tokens = t if config.train.sequence_parallel else 1
     full = one * (10 / tokens + 24 / t)
     each = {"block": 2 * one / tokens, "attention": 2 * one / tokens + 2 * one / t}.get(config.train.remat, full)
-    return {"state": round(shares * elements), "activations": round(config.model.layers * each), "kept": kept_bytes(config)}
+    return {"state": round(state), "activations": round(config.model.layers * each), "kept": kept_bytes(config)}
 
 
 def kept_bytes(config: Config) -> int:
@@ -72,16 +72,16 @@ def _with_remat(config: Config, remat: str) -> Config:
 
 def _buffers(config: Config) -> int:
     """The accumulation buffer of the gradients."""
-    n, late = formulas.replicas(config), config.train.zero >= 2
-    elements = sum(weight.total // (n if weight.split and late else 1) for weight in formulas.weights(config))
+    late = config.train.zero >= 2
+    elements = sum(weight.total // (weight.ways if weight.split and late else 1) for weight in formulas.weights(config))
     return jnp.dtype(config.train.master_dtype).itemsize * elements
 
 
 def _kept_weights(config: Config) -> int:
     """Weights in the compute dtype that live through the loss: all of the layers below ZeRO-3, else their own shard."""
-    size, n = jnp.dtype(config.train.compute_dtype).itemsize, formulas.replicas(config)
+    size = jnp.dtype(config.train.compute_dtype).itemsize
     layers = [weight for weight in formulas.weights(config) if weight.layers]
-    return size * sum(weight.total // (n if config.train.zero == 3 and weight.split else 1) for weight in layers)
+    return size * sum(weight.total // (weight.ways if config.train.zero == 3 and weight.split else 1) for weight in layers)
 
 
 def _sent_itemsize(config: Config) -> int:

@@ -80,8 +80,10 @@ def _record(equation: Any, count: int, sizes: Mapping[str, int]) -> list[Collect
     if group == 1 or not axes:
         return []
     payloads: dict[str, int] = defaultdict(int)
-    for variable in equation.invars:
-        aval = variable.aval
+    avals = [variable.aval for variable in equation.invars]
+    if kind == "ragged_all_to_all":  # see `traffic._sent`
+        avals = [min(avals[:2], key=lambda aval: aval.size)]
+    for aval in avals:
         payloads[aval.dtype.name] += aval.size * aval.dtype.itemsize * count * (group if kind == "all_gather" else 1)
     source = str(equation.source_info.name_stack)
     return [

@@ -39,13 +39,13 @@ KINDS = {
 class Collective:
     """One collective operation of the program, all its executions in a step together.
 
-    kind          all_reduce, all_gather, reduce_scatter, all_to_all, permute (names of `jaxpar/parallel/collectives.py`)
+    kind          all_reduce, all_gather, reduce_scatter, all_to_all, ragged_all_to_all, permute (names of `jaxpar/parallel/collectives.py`)
     axes          the mesh axes it runs over, in mesh order
     group         devices that take part together (smaller than the product of the axes when the program divided an axis)
     count         executions
     bytes         sent by one device over a ring, all executions together
     payload       bytes of the whole array, all executions together: the operand of an all_reduce, the result of an all_gather, the operand
-                  of a reduce_scatter, the local array of an all_to_all or permute
+                  of a reduce_scatter, the local array of an all_to_all or permute, of a ragged_all_to_all the most that it can send
     dtype         as sent, numpy's name
     asynchronous  started and finished apart, so that other work may run meanwhile
     source        JAX's name of the operation
@@ -74,7 +74,8 @@ class Total:
 
 
 def ring_bytes(kind: str, group: int, payload: float) -> float:
-    """Bytes that one device sends over a ring of `group` devices for a `payload` as `Collective` defines it."""
+    """Bytes that one device sends over a ring of `group` devices for a `payload` as `Collective` defines it. Of a ragged exchange: where
+    as many of its rows go to each device, itself among them."""
     if kind == "all_reduce":
         return 2 * (group - 1) / group * payload
     return payload if kind in ("permute", "broadcast") else (group - 1) / group * payload
@@ -150,7 +151,11 @@ def kind_of(instruction: Instruction) -> str | None:
 
 
 def _sent(program: Program, instruction: Instruction) -> list[Array]:
-    return [array for operand in program.operands(instruction) for array in operand.results]
+    """What an instruction sends. Of a ragged exchange's operands only the first travels (the second is where rows land, the others say
+    which), and of that no more than the result has room for: the program does not say how many rows there are."""
+    operands = program.operands(instruction)
+    arrays = [array for operand in operands for array in operand.results]
+    return [min(arrays[:2], key=lambda array: array.bytes)] if kind_of(instruction) == "ragged_all_to_all" else arrays
 
 
 def groups_of(instruction: Instruction, sizes: Mapping[str, int]) -> list[list[int]]:

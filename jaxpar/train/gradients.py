@@ -24,7 +24,7 @@ from jaxpar.models.decoder import DecoderFunctions, declared, decoder_functions
 from jaxpar.models.options import train_options
 from jaxpar.parallel import collectives, joint, remat, zero
 from jaxpar.parallel import context as context_parallel
-from jaxpar.parallel.chain import Chain
+from jaxpar.parallel.chain import Chain, linked
 from jaxpar.parallel.ring import Ring
 from jaxpar.parallel.sequence import boundary
 from jaxpar.parallel.stack import Context, LayerStack
@@ -129,8 +129,8 @@ class Gradients:
         x, embed_backward = jax.vjp(lambda p: self.functions.embed(p, batch["ids"], context, columns), table)
         y, saved, aux_layers = stack.forward(layers, x, context)
         daux, auxiliary = self.auxiliary(aux_layers)
-        loss, loss_backward, aux = jax.vjp(lambda p, y: self.functions.loss(p, y, batch["labels"]), head, y, has_aux=True)
-        d_loss, dy = loss_backward(collectives.vary_like(scale.astype(loss.dtype), loss))
+        loss, loss_backward, aux = jax.vjp(lambda p, y: self.functions.loss(p, y, batch["labels"], scale), head, y, has_aux=True)
+        d_loss, dy = loss_backward(collectives.vary_like(jnp.ones_like(loss), loss))
         tied = d_loss.pop("embedding", None)
         if train.zero >= 2:
             d_loss = jax.tree.map(lambda g: g.astype(train.reduce_dtype), d_loss)
@@ -187,9 +187,7 @@ class Gradients:
     def stack(self) -> LayerStack | Chain:
         """The layers with this run's remat policy, interleaving and ZeRO; a chain where dense ones come first."""
         places, found = self.trained(self.places)["layers"], pattern.segments(self.config.model)
-        if len(found) == 1:
-            return self.stack_of(found[0], places)
-        return Chain({segment.name: self.stack_of(segment, places[segment.name]) for segment in found})
+        return linked({each.name: self.stack_of(each, places if len(found) == 1 else places[each.name]) for each in found})
 
     def stack_of(self, segment: pattern.Segment, places: Tree) -> LayerStack:
         """One stack, whose parameters lie in `places`."""
@@ -204,7 +202,7 @@ class Gradients:
         again = ("mlp",) if train.remat == "block" and segment.size == 1 else ()
         # The backward of a chunked MLP stays one loop: cut in two, it would keep the hidden values of all tokens in between.
         return LayerStack(
-            self.functions.block_of(segment.name),
+            self.functions.blocks(segment),
             remat.policy(train.remat),
             gather,
             reduce,

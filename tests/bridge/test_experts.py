@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers
 
+from jaxpar import configfile
 from jaxpar.config import MeshShape, ModelConfig, MoeConfig, TrainConfig
 from jaxpar.mesh import make_mesh
 from jaxpar.models.decoder import Decoder
@@ -24,9 +25,11 @@ from torch_bridge.checkpoints import import_folder, open_weights, run_of
 from torch_bridge.compare import compare
 from torch_bridge.convert import default_places, export_params, import_params, read_model, torch_arrays, tree_of_arrays
 from torch_bridge.families import find_family, infer_family
+from torch_bridge.families.experts import with_training
 from torch_bridge.formats.safetensors import FileTensor
 from torch_bridge.mapping import bind, expected_shapes, to_torch
 from torch_bridge.report import BridgeError
+from torch_bridge.source import bindings as source_bindings
 from torch_bridge.views import ArrayView, box_shape, read_all
 
 NAMES = tuple(hostile.EXPERTS)
@@ -69,6 +72,34 @@ def test_settings_of_the_hub():
     assert model.moe == MoeConfig(experts=12, per_token=4, width=20) and model.mlp_width == 24 and model.qk_norm
 
 
+LARGE = {
+    # config.json of mistralai/Mixtral-8x7B-v0.1 and Qwen/Qwen3-30B-A3B, and how many tensors their indexes list
+    "mixtral-8x7b": (
+        "mixtral",
+        {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_experts_per_tok": 2, "num_hidden_layers": 32}
+        | {"num_key_value_heads": 8, "num_local_experts": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6, "vocab_size": 32000},
+        995,
+    ),
+    "qwen3-30b-a3b": (
+        "qwen3_moe",
+        {"hidden_size": 2048, "intermediate_size": 6144, "num_attention_heads": 32, "num_experts_per_tok": 8, "num_hidden_layers": 48}
+        | {"num_key_value_heads": 4, "num_experts": 128, "rms_norm_eps": 1e-6, "rope_theta": 1e6, "vocab_size": 151936, "head_dim": 128}
+        | {"moe_intermediate_size": 768, "norm_topk_prob": True},
+        18867,
+    ),
+}
+
+
+@pytest.mark.parametrize("preset", LARGE)
+def test_presets_are_the_hubs_models(preset, tmp_path):
+    family, raw, tensors = LARGE[preset]
+    (tmp_path / "run.yaml").write_text(f"model: {{preset: {preset}}}\n")
+    wanted = configfile.load(tmp_path / "run.yaml").model
+    model, _ = read(family, **raw, max_position_embeddings=32768)
+    assert model == dataclasses.replace(wanted, moe=with_training(wanted.moe, model.moe))
+    assert len(expected_shapes(source_bindings(find_family(family), model))) == tensors
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_absent_keys_have_the_librarys_defaults(name):
     model, provenance = read(name, num_key_value_heads="absent", num_attention_heads=32, hidden_size=64)
@@ -100,9 +131,12 @@ def test_a_window_for_all_layers_where_it_is_switched_on():
 
 
 REFUSED = [
-    ("qwen3_moe", {"mlp_only_layers": [0]}, "mlp_only_layers: expected no layer of the model (dense layers"),
-    ("qwen3_moe", {"mlp_only_layers": ["0"]}, "mlp_only_layers"),
-    ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step: expected 1, experts in every layer (dense layers"),
+    ("qwen3_moe", {"mlp_only_layers": [1]}, "mlp_only_layers: expected experts in every n-th layer behind the first dense ones"),
+    ("qwen3_moe", {"mlp_only_layers": [3]}, "and in the last, 3; other orders cannot be stacked, found experts in layers 0, 1, 2"),
+    ("qwen3_moe", {"mlp_only_layers": [0, 1, 2, 3]}, "found experts in no layer"),
+    ("qwen3_moe", {"mlp_only_layers": ["0"]}, "mlp_only_layers: expected numbers of layers"),
+    ("qwen3_moe", {"decoder_sparse_step": 3}, "decoder_sparse_step: expected experts in every n-th layer"),
+    ("qwen3_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step: expected at least 1"),
     ("qwen3_moe", {"num_experts": 8, "num_local_experts": 9}, "num_local_experts: expected what num_experts says, 8"),
     ("qwen3_moe", {"num_experts": 0}, "num_experts: expected at least 1"),
     ("qwen3_moe", {"num_experts": 10**12}, "num_experts: expected at most"),
@@ -131,6 +165,9 @@ WRITTEN = [
     ("mixtral", {"moe": dataclasses.replace(MOE, balance="layers", balance_weight=0.02)}),
     ("qwen3_moe", {"moe": dataclasses.replace(MOE, width=4, normalise=False, per_token=1), "qk_norm": True, "windows": (9,)}),
     ("qwen3_moe", {"moe": MOE, "qk_norm": True, "qkv_bias": True, "output_bias": True, "tied": True}),
+    ("qwen3_moe", {"moe": dataclasses.replace(MOE, every=2), "qk_norm": True}),
+    ("qwen3_moe", {"moe": dataclasses.replace(MOE, dense_layers=3), "qk_norm": True}),
+    ("qwen3_moe", {"moe": dataclasses.replace(MOE, dense_layers=1, every=3), "qk_norm": True, "layers": 7}),
 ]
 
 
@@ -169,7 +206,7 @@ def case(name, stacked, rules=None):
     family = find_family(name)
     model, settings = family.read(raw, None, frozenset())
     assert not settings.problems, settings.problems
-    return model, bind(rules or family.table(stacked), Decoder(model, PADDED).specs)
+    return model, bind(rules or family.table(model, stacked), Decoder(model, PADDED).specs)
 
 
 def misplaced(bindings, model, stacked):
@@ -209,6 +246,27 @@ def test_bijection_and_places(name, stacked, folders):
     back = to_torch(bindings, {path: ArrayView(leaf) for path, leaf in leaves.items()})
     assert list(back) == list(arrays) and all(np.array_equal(read_all(back[key]), array) for key, array in arrays.items())
     assert misplaced(bindings, model, stacked) == set()
+
+
+PATTERNS = {
+    "every second": {"decoder_sparse_step": 2, "num_hidden_layers": 4},
+    "dense first": {"mlp_only_layers": [0, 1], "num_hidden_layers": 3},
+    "dense first, then every second": {"mlp_only_layers": [0, 1, 3], "num_hidden_layers": 5},
+}
+
+
+@pytest.mark.parametrize("stacked", [False, True], ids=["per expert", "stacked"])
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_layers_without_experts_there_and_back(pattern, stacked, tmp_path):
+    folder = hostile.save(tmp_path / "in", "qwen3_moe", stacked, **PATTERNS[pattern])
+    source = read_model(folder)
+    params = import_params(source, mesh_of(MESH))
+    state = dict(hostile.model("qwen3_moe", **PATTERNS[pattern]).named_parameters())
+    arrays = torch_arrays(params, source.model, stacked=True)
+    assert arrays.keys() == state.keys() and all(np.array_equal(arrays[key], state[key].detach()) for key in arrays)
+    out = export_params(params, source.model, tmp_path / "out", "float32", max_positions=64, stacked=stacked)
+    assert bits(out) == bits(folder) and read_model(out).model == source.model
+    load_quietly(out, experts_implementation="eager")
 
 
 def test_wrong_rules_are_noticed():

@@ -18,7 +18,7 @@ from tests.bridge.test_negative_controls import logits_gap, stepped, with_layers
 from tests.bridge.test_parity import check
 from torch_bridge import reference
 from torch_bridge.convert import import_params, read_model, torch_arrays
-from torch_bridge.parity import backward, training
+from torch_bridge.parity import backward, forward, training
 from torch_bridge.parity.ladder import Subject, run_parity, subject, torch_side
 from torch_bridge.parity.report import Rung, compared, gap
 
@@ -33,6 +33,10 @@ CASES = {
 }
 
 
+PATTERN = {"mlp_only_layers": [0, 1, 3], "num_hidden_layers": 5, **LOSS}  # two dense layers, then one between those with experts
+CASES["qwen3_moe, dense layers, balancing loss"] = ("qwen3_moe", PATTERN)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", [ONE, MESH], ids=lambda mesh: f"{mesh.devices}")
 @pytest.mark.parametrize("case", CASES)
@@ -40,9 +44,19 @@ def test_float64(case, mesh, tmp_path):
     """Logits, loss, every gradient, three AdamW steps: within 1e-10."""
     name, changes = CASES[case]
     report = run_parity(hostile.save(tmp_path, name, **changes), mesh, "float64", 3, sequence=hostile.SEQUENCE)
-    torch_names = {key for key, _ in hostile.model(name).named_parameters()}
-    assert "model.layers.1.mlp.gate.weight" in torch_names
+    torch_names = {key for key, _ in hostile.model(name, **changes).named_parameters()}
+    assert "model.layers.2.mlp.gate.weight" in torch_names
     check(report, torch_names)
+
+
+@pytest.mark.slow
+def test_every_module_agrees_where_some_layers_are_dense(tmp_path):
+    source = read_model(hostile.save(tmp_path, "qwen3_moe", **PATTERN))
+    one = subject(source, MESH, "float64", 1, hostile.SEQUENCE)
+    (batch,) = training.batches(one.training.config, 1)
+    found = forward.activations(one.training, one.params, training.step_batch(one.training.config, batch))
+    wanted = reference.load(tmp_path).activations(batch["ids"])
+    assert max(map(gap, found, wanted.values())) < 1e-12 and len(found) == len(wanted) == 2 + 5 * 5
 
 
 def test_logits_loss_and_gradients_on_a_mesh(tmp_path):
@@ -187,12 +201,14 @@ TOKENS = 8
         pytest.param("mixtral", MeshShape(expert=4, seq=2), marks=pytest.mark.slow),
         pytest.param("qwen3_moe", ONE, marks=pytest.mark.slow),
         pytest.param("qwen3_moe", MESH, marks=pytest.mark.slow),
+        pytest.param("qwen3_moe, dense layers, balancing loss", MeshShape(expert=2, tensor=2), marks=pytest.mark.slow),
     ],
     ids=str,
 )
 def test_greedy_tokens_are_torchs(name, mesh, tmp_path):
     """Prompts of three lengths, past the window; torch runs the whole sequence again for every token."""
-    source, model = read_model(hostile.save(tmp_path, name)), reference.load(tmp_path)
+    family, changes = CASES[name]
+    source, model = read_model(hostile.save(tmp_path, family, **changes)), reference.load(tmp_path)
     expected = []
     for prompt in PROMPTS:
         ids = list(prompt)

@@ -18,7 +18,8 @@ from tests.train.test_experts import MODEL, check, model
 
 LAYERS = 5  # one dense, then twice a dense one and one with experts
 GPT_OSS = {"router": "topk_softmax", "activation": "clamped_swiglu", "biases": True}
-MIXED = dataclasses.replace(MODEL, layers=LAYERS, moe=dataclasses.replace(MODEL.moe, dense_layers=1, every=2, shared_width=14, **GPT_OSS))
+MOE = dataclasses.replace(MODEL.moe, dense_layers=1, every=2, shared_width=14, **GPT_OSS)
+MIXED = dataclasses.replace(MODEL, layers=LAYERS, windows=(5, 0, 0), moe=MOE)  # groups of two, whose windows differ between groups
 MESH = {"data": 2, "expert": 2, "tensor": 2}
 
 
@@ -55,12 +56,13 @@ def test_experts_with_biases_in_every_layer(train):
 
 def test_layers_and_their_stacks():
     """Each layer is in one stack, with its own index and window."""
-    assert [tuple(each) for each in pattern.segments(MIXED)] == [("first", 0, 1, 1), ("rest", 1, 2, 2)]
-    assert [tuple(each) for each in pattern.segments(dataclasses.replace(MIXED, moe=MODEL.moe))] == [("rest", 0, LAYERS, 1)]
+    assert [each[:4] for each in pattern.segments(MIXED)] == [("first", 0, 1, 1), ("rest", 1, 2, 2)]
+    assert [each[:4] for each in pattern.segments(dataclasses.replace(MIXED, moe=MODEL.moe))] == [("rest", 0, LAYERS, 1)]
     flags = pattern.flags(MIXED, {})
     np.testing.assert_array_equal(flags["first"]["index"], [0])
     np.testing.assert_array_equal(flags["rest"]["index"], [[1, 2], [3, 4]])
-    np.testing.assert_array_equal(flags["rest"]["window"], [[0, 5], [0, 5]])
+    np.testing.assert_array_equal(flags["rest"]["window"], [[0, 0], [5, 0]])
+    assert [each.windows for each in pattern.segments(MIXED)] == [(5,), ((0, 0), (5, 0))]
 
 
 NOISY = dataclasses.replace(model(jitter=0.3, correction=True, router="sigmoid"), dropout=0.1)

@@ -13,6 +13,7 @@ from typing import Any
 
 from jaxpar.config import ModelConfig
 from torch_bridge.families.experts import ExpertTraits, read_experts, write_experts
+from torch_bridge.families.layers import spread
 from torch_bridge.families.rope import THETA, read_rope, write_rope
 from torch_bridge.families.settings import CONFIG, Settings
 from torch_bridge.mapping import Ignored, Rule
@@ -86,17 +87,20 @@ class Traits:
 @dataclass(frozen=True, kw_only=True)
 class Family:
     """One `model_type` of transformers. `rules` are the tensors of files, `stacked` those of a layer's experts in one tensor, which files
-    may hold as well and torch's modules do; empty where that is no difference."""
+    may hold as well and torch's modules do; empty where that is no difference. `dense` are those of a layer without experts, where a model
+    may have some."""
 
     name: str
     architecture: str
     rules: tuple[Rule, ...]
     traits: Traits
     stacked: tuple[Rule, ...] = ()
+    dense: tuple[Rule, ...] = ()
     ignored: tuple[Ignored, ...] = field(default=IGNORED)
 
-    def table(self, stacked: bool) -> tuple[Rule, ...]:
-        return self.stacked or self.rules if stacked else self.rules
+    def table(self, model: ModelConfig, stacked: bool) -> tuple[Rule, ...]:
+        """The rules of a model."""
+        return spread(self.stacked or self.rules if stacked else self.rules, self.dense, model)
 
     @property
     def library(self) -> str:

@@ -17,7 +17,7 @@ from torch_bridge.families.settings import CONFIG, REQUIRED, Settings
 from torch_bridge.mapping import Rule
 
 MOST_TENSORS = 500_000  # layers × experts: each has keys of its own
-TRAINING = ("balance", "balance_weight", "z_weight")
+TRAINING = ("balance", "balance_weight", "z_weight", "jitter")
 
 _MLP = "model.layers.{layer}.mlp."
 _MIXTRAL = "model.layers.{layer}.block_sparse_moe."
@@ -88,7 +88,7 @@ def read_experts(settings: Settings, traits: ExpertTraits, layers: int | None, m
         if value is not None and value < 1:
             settings.refuse(traits.count_key if name == "experts" else traits.width_key, "at least 1", str(value))
     if traits.patterned:
-        _every_layer(settings, layers)
+        fields |= _pattern(settings, layers)
     if len(settings.problems) > before or None in (count, per_token, fields["width"]):
         return None
     try:
@@ -111,15 +111,29 @@ def _count(settings: Settings, traits: ExpertTraits, layers: int | None) -> int 
     return count
 
 
-def _every_layer(settings: Settings, layers: int | None) -> None:
-    """Refuse dense layers: a stack's layers are alike."""
-    step = settings.take("model.moe.experts", "decoder_sparse_step", int, 1)
-    dense = settings.take("model.moe.experts", "mlp_only_layers", list, [], null=[])
-    fix = "dense layers between experts are not supported; take a checkpoint without"
-    if step != 1:
-        settings.refuse("decoder_sparse_step", f"1, experts in every layer ({fix})", repr(step))
-    if any(layer in range(layers or 0) for layer in dense if type(layer) is int) or any(type(layer) is not int for layer in dense):
-        settings.refuse("mlp_only_layers", f"no layer of the model ({fix})", repr(dense))
+def _pattern(settings: Settings, layers: int | None) -> dict[str, int]:
+    """Which layers have experts: some dense ones, then every n-th, the last of all among them."""
+    step = settings.take("model.moe.every", "decoder_sparse_step", int, 1)
+    dense = settings.take("model.moe.dense_layers", "mlp_only_layers", list, [], null=[])
+    if step < 1:
+        settings.refuse("decoder_sparse_step", "at least 1", repr(step))
+    if any(type(layer) is not int for layer in dense):
+        settings.refuse("mlp_only_layers", "numbers of layers", repr(dense))
+    if layers is None or step < 1 or any(type(layer) is not int for layer in dense):
+        return {}
+    without = set(dense)
+    sparse = [layer for layer in range(step - 1, layers, step) if layer not in without]
+    every = step if not without else sparse[-1] - sparse[-2] if len(sparse) > 1 else 1
+    first = sparse[0] - every + 1 if sparse else 0
+    if sparse != list(range(first + every - 1, layers, every)) or first < 0 or not sparse or sparse[-1] != layers - 1:
+        found = f"layers {', '.join(map(str, sparse[:8]))}{', …' if len(sparse) > 8 else ''}" if sparse else "no layer"
+        settings.refuse(
+            "mlp_only_layers" if without else "decoder_sparse_step",
+            f"experts in every n-th layer behind the first dense ones, and in the last, {layers - 1}; other orders cannot be stacked",
+            f"experts in {found}",
+        )
+        return {}
+    return {"dense_layers": first, "every": every}
 
 
 def write_experts(model: ModelConfig, traits: ExpertTraits, name: str) -> dict[str, Any]:
@@ -127,7 +141,9 @@ def write_experts(model: ModelConfig, traits: ExpertTraits, name: str) -> dict[s
     moe, plain = model.moe, MoeConfig()
     if not moe.experts:
         raise ValueError(f"model.moe.experts: 0 cannot be said, every layer of {name} has experts")
-    free = {"experts", "per_token", "width", "normalise", *TRAINING}
+    free = {"experts", "per_token", "width", "normalise", "correction_rate", *TRAINING}
+    if traits.patterned:
+        free |= {"dense_layers", "every"}
     for field in vars(plain):
         if field not in free and getattr(moe, field) != getattr(plain, field):
             raise ValueError(f"model.moe.{field}: {getattr(moe, field)} cannot be said by {name}")
@@ -139,10 +155,18 @@ def write_experts(model: ModelConfig, traits: ExpertTraits, name: str) -> dict[s
         "num_experts_per_tok": moe.per_token,
         traits.width_key: moe.width,
         **({} if traits.normalise else {"norm_topk_prob": moe.normalise}),
-        **({"decoder_sparse_step": 1, "mlp_only_layers": []} if traits.patterned else {}),
+        **(_write_pattern(model) if traits.patterned else {}),
         "output_router_logits": added,
         "router_aux_loss_coef": moe.balance_weight if added else 0.0,
     }
+
+
+def _write_pattern(model: ModelConfig) -> dict[str, Any]:
+    moe = model.moe
+    if not moe.dense_layers:
+        return {"decoder_sparse_step": moe.every, "mlp_only_layers": []}
+    sparse = range(moe.dense_layers + moe.every - 1, model.layers, moe.every)
+    return {"decoder_sparse_step": 1, "mlp_only_layers": [layer for layer in range(model.layers) if layer not in sparse]}
 
 
 def with_training(moe: MoeConfig, other: MoeConfig) -> MoeConfig:

@@ -1,6 +1,6 @@
-"""Qwen3-MoE: Qwen3 with a mixture of experts in every layer; one window for all layers where use_sliding_window is set."""
+"""Qwen3-MoE: Qwen3 with a mixture of experts in every layer, or in some; one window for all layers where use_sliding_window is set."""
 
-from torch_bridge.families.decoder import ATTENTION, BEGIN, END, OUTPUT_BIAS, QK_NORM, QKV_BIAS, Family, Traits
+from torch_bridge.families.decoder import ATTENTION, BEGIN, END, MLP, OUTPUT_BIAS, QK_NORM, QKV_BIAS, Family, Traits
 from torch_bridge.families.experts import PER_EXPERT, STACKED, ExpertTraits
 
 _ATTENTION = BEGIN + ATTENTION + QKV_BIAS + OUTPUT_BIAS + QK_NORM
@@ -10,6 +10,7 @@ QWEN3_MOE = Family(
     architecture="Qwen3MoeForCausalLM",
     rules=_ATTENTION + PER_EXPERT + END,
     stacked=_ATTENTION + STACKED + END,
+    dense=_ATTENTION + MLP + END,
     traits=Traits(
         kv_heads=4,
         qkv_bias="attention_bias",

@@ -1,0 +1,144 @@
+"""What a step sends to and from experts, from its configuration alone; `formulas.py` adds it to the rest of a step.
+
+    expert_traffic   every collective of routing, dispatch and its counts
+
+As in `formulas.py`, sizes and counts are written down once more rather than asked of `jaxpar/parallel/expert.py`.
+
+Dims: T tokens of a microbatch's part on one device, D model width, E experts, K experts of a token, n devices along `train.expert_axes`.
+Values of width D that a device sends in a layer's forward (the backward sends as many, and what the policy did not keep again):
+
+    gather     2 (n-1) T D                          each token to every device, and its result back
+    ragged     2 (n-1)/n T K D                      each choice to its expert and back, where every device gets as many
+    capacity   2 (n-1)/n T K D capacity_factor      filled or not
+
+Beside them travel one number of a choice, its weight (float32), and counts (int32): `gather` each token's choices, `ragged` the rows for
+each expert and where they land.
+"""
+
+from __future__ import annotations
+
+import math
+
+import jax.numpy as jnp
+
+from jaxpar.config import Config
+from jaxpar.mesh import AXES, REPLICA, SEQ, TENSOR
+from jaxpar.plan.traffic import Collective, ring_bytes
+
+# How often a backward sends again what its forward sent to experts, for values that the policy did not keep: (tokens, weights and counts).
+DISPATCHED_AGAIN = {"none": (0, 0), "matmuls": (0, 1), "outputs": (1, 1), "attention": (1, 1), "block": (1, 1)}
+
+
+def expert_traffic(config: Config) -> list[Collective]:
+    """Every collective that a mixture of experts adds to a step; none for a dense model."""
+    if not config.model.moe.experts:
+        return []
+    return [*_dispatch(config), *_columns(config), *_counts(config), *_metrics(config)]
+
+
+def _send(config: Config, what: str, kind: str, axes: tuple[str, ...], count: int, elements: int, dtype: str) -> list[Collective]:
+    axes = tuple(axis for axis in AXES if axis in axes and getattr(config.mesh, axis) > 1)
+    group, payload = math.prod(getattr(config.mesh, axis) for axis in axes), count * elements * jnp.dtype(dtype).itemsize
+    sent = ring_bytes(kind, group, payload) if axes else 0
+    return [Collective(kind, axes, group, count, sent, payload, dtype, False, f"experts, {what}")] if axes and count else []
+
+
+def _wide(config: Config) -> str:
+    return "float64" if config.train.compute_dtype == "float64" else "float32"
+
+
+def _token_axes(config: Config) -> tuple[str, ...]:
+    """Axes that split the tokens of a row between blocks."""
+    return (SEQ, TENSOR) if config.train.sequence_parallel else (SEQ,)
+
+
+def _rows(config: Config) -> tuple[int, int]:
+    """(sequences, tokens of each) of a part of a microbatch on one device, between blocks."""
+    mesh, train = config.mesh, config.train
+    rows = train.batch // train.accumulation // (mesh.data * mesh.expert) // train.interleave
+    return rows, config.data.sequence // math.prod(getattr(mesh, axis) for axis in _token_axes(config))
+
+
+def _dispatch(config: Config) -> list[Collective]:
+    """Tokens to experts and back, forward, again and backward."""
+    train, moe, axes = config.train, config.model.moe, config.train.expert_axes
+    n, tokens = math.prod(getattr(config.mesh, axis) for axis in axes), math.prod(_rows(config)) // train.expert_chunks
+    if train.expert_columns and train.sequence_parallel:
+        tokens *= config.mesh.tensor
+    times = config.model.layers * train.accumulation * train.interleave * train.expert_chunks
+    again, counted_again = DISPATCHED_AGAIN[train.remat]
+    width, k, dtype = config.model.width, moe.per_token, train.compute_dtype
+
+    def send(what: str, kind: str, count: int, elements: int, dtype: str) -> list[Collective]:
+        return _send(config, what, kind, axes, count * times, elements, dtype)
+
+    if train.expert_dispatch == "gather":
+        whole = n * tokens
+        return [
+            *send("tokens, and gradients of results", "all_gather", 2 + again, whole * width, dtype),
+            *send("weights", "all_gather", 1 + counted_again, whole * k, _wide(config)),
+            *send("choices", "all_gather", 1 + counted_again, whole * k, "int32"),
+            *send("results, and gradients of tokens", "reduce_scatter", 2, whole * width, dtype),
+            *send("gradients of weights", "reduce_scatter", 1, whole * k, _wide(config)),
+        ]
+    rows, kind = tokens * k, "ragged_all_to_all"
+    if train.expert_dispatch == "capacity":
+        rows, kind = moe.experts * min(tokens, math.ceil(train.expert_capacity * tokens * k / moe.experts)), "all_to_all"
+    found = send("tokens, results and their gradients", kind, 4 + again, rows * width, dtype)
+    found += send("weights and their gradients", kind, 2 + counted_again, rows, _wide(config))
+    if train.expert_dispatch == "ragged":
+        for values in (moe.experts + n, 2 * n):
+            found += send("counts", "all_to_all", 1 + counted_again, values, "int32")
+    return found
+
+
+def _columns(config: Config) -> list[Collective]:
+    """Over `tensor`, where it splits experts' columns: all tokens of a group enter, with their weights and choices, and results leave. A
+    shared expert's tokens have entered already, and so have the gradients of its results, but where they go around a ring."""
+    train, moe, tokens = config.train, config.model.moe, math.prod(_rows(config))
+    again, counted_again = DISPATCHED_AGAIN[train.remat]
+    if not train.expert_columns:
+        return []
+
+    def send(what: str, kind: str, count: int, width: int, dtype: str) -> list[Collective]:
+        times = config.model.layers * train.accumulation * train.interleave
+        shards = config.mesh.tensor if train.sequence_parallel else 1
+        return _send(config, what, kind, (TENSOR,), count * times, shards * tokens * width, dtype)
+
+    width, k = config.model.width, moe.per_token
+    if not train.sequence_parallel:
+        results = send("results, and gradients of tokens", "all_reduce", 2, width, train.compute_dtype)
+        return [*results, *send("gradients of weights", "all_reduce", 1, k, _wide(config))]
+    there = bool(moe.shared_width) and not train.collective_matmul
+    return [
+        *send("tokens, and gradients of results", "all_gather", 0 if there else 2 + again, width, train.compute_dtype),
+        *send("results, and gradients of tokens", "reduce_scatter", 2, width, train.compute_dtype),
+        *send("weights", "all_gather", 1 + counted_again, k, _wide(config)),
+        *send("choices", "all_gather", 1 + counted_again, k, "int32"),
+        *send("gradients of weights", "reduce_scatter", 1, k, _wide(config)),
+    ]
+
+
+def _counts(config: Config) -> list[Collective]:
+    """Choices and tokens of each row, over the axes that split it; of a whole microbatch over all, where the balancing loss wants that."""
+    train, moe, (rows, _), split = config.train, config.model.moe, _rows(config), _token_axes(config)
+    times, again = config.model.layers * train.accumulation * train.interleave, int(train.remat != "none")
+    found = _send(config, "load of a row", "all_reduce", split, (1 + again) * times, rows * moe.experts, "int32")
+    found += _send(config, "tokens of a row", "all_reduce", split, 2 * times, rows, "int32")
+    if moe.balance == "microbatch":
+        found += _send(
+            config, "load of a microbatch", "all_reduce", (*REPLICA, *split), train.accumulation, config.model.layers * moe.experts, "int32"
+        )
+    return found
+
+
+def _metrics(config: Config) -> list[Collective]:
+    """Balancing loss, z-loss and entropy; choices that overflowed and that were dropped."""
+    axes = (*REPLICA, *_token_axes(config))
+    losses = (*axes, TENSOR) if config.train.expert_columns else axes
+    names = {"balance": _wide(config), "z": _wide(config), "entropy": _wide(config), "overflow": "int32", "dropped": "int32"}
+    return [
+        one
+        for name, dtype in names.items()
+        for one in _send(config, name, "all_reduce", losses if name in ("overflow", "dropped") else axes, 1, 1, dtype)
+    ]

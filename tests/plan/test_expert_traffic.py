@@ -1,0 +1,96 @@
+"""What a step of a mixture of experts sends, as written, is what the formulas say: kind, axes, count, bytes, and nothing else.
+
+The CPU has no ragged exchange and runs a padded one in its place; here the program for GPUs is traced, which any machine can.
+"""
+
+import jax
+import pytest
+
+from jaxpar.config import Config, DataConfig, MeshShape, ModelConfig, MoeConfig, TrainConfig
+from jaxpar.mesh import make_mesh
+from jaxpar.models.options import train_options
+from jaxpar.plan import formulas
+from jaxpar.plan.trace import traced_collectives
+from jaxpar.plan.traffic import summary
+from jaxpar.train import gradients
+from jaxpar.train.step import build_training
+from tests.train.programs import each
+
+E, K, D, TOKENS = 8, 2, 32, 32 * 16  # of a step
+EXPERT, FOLDED, WHOLE = ("expert",), ("expert", "tensor"), ("expert", "seq", "tensor")
+
+
+def run(data=1, expert=1, seq=1, tensor=1, shared=0, balance="sequence", **train):
+    moe = MoeConfig(experts=E, per_token=K, width=24, balance=balance, balance_weight=0.01, shared_width=shared)
+    return Config(
+        model=ModelConfig(vocabulary=64, width=D, layers=3, heads=4, kv_heads=2, head_width=8, mlp_width=48, moe=moe),
+        mesh=MeshShape(data=data, expert=expert, seq=seq, tensor=tensor),
+        data=DataConfig(sequence=16, vocabulary=64),
+        train=TrainConfig(**{"batch": 32, "attention": "blockwise", **train}),
+    )
+
+
+FEW = {
+    "ragged": run(2, 2, 1, 2, remat="block", balance="microbatch", accumulation=2, interleave=2, zero=1),
+    "gather": run(2, 4, remat="matmuls", zero=3, expert_dispatch="gather"),
+    "capacity": run(2, 2, 1, 2, remat="outputs", shared=24, zero=2, expert_dispatch="capacity", sequence_parallel=False),
+    "folded over tensor": run(2, 2, 1, 2, remat="block", zero=3, expert_axes=FOLDED),
+    "folded over seq and tensor": run(1, 2, 2, 2, remat="attention", zero=3, expert_axes=WHOLE, shared=24),
+}
+MORE = {
+    **{f"{m} {r}": run(2, 2, 1, 2, remat=r, expert_dispatch=m) for m in ("ragged", "gather", "capacity") for r in ("none", "block")},
+    "no sequence parallelism": run(2, 2, 1, 2, sequence_parallel=False, zero=1),
+    "expert alone": run(1, 8, remat="block", zero=3),
+    "data alone": run(8, 1, remat="block", zero=3),
+    "seq beside expert": run(1, 2, 2, 2, zero=2, accumulation=2),
+}
+
+
+@pytest.fixture(autouse=True)
+def for_gpus(monkeypatch):
+    monkeypatch.setattr(gradients, "train_options", lambda train, platform: train_options(train, "gpu"))
+
+
+def traced(config):
+    mesh = make_mesh(config.mesh, jax.devices()[: config.mesh.devices])
+    built = build_training(config, mesh)
+    return traced_collectives(built.step.trace(built.abstract_state, built.abstract_batch).jaxpr, mesh.shape)
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_a_step_as_written_sends_exactly_what_the_formulas_say(name):
+    assert each(traced(FEW[name])) == each(formulas.step_traffic(FEW[name]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MORE)
+def test_more_steps_as_written(name):
+    assert each(traced(MORE[name])) == each(formulas.step_traffic(MORE[name]))
+
+
+def test_each_fold_sends_something_else():
+    """Negative control."""
+    assert each(formulas.step_traffic(FEW["folded over tensor"])) != each(formulas.step_traffic(run(2, 2, 1, 2, remat="block", zero=3)))
+
+
+@pytest.mark.parametrize("n", [2, 4, 8])
+def test_bytes_of_a_forward_and_of_a_backward_by_hand(n):
+    """Dispatch and combine: 2 K tokens D dtype (n-1)/n a layer and direction, of tokens that a device has; gather n/K times that."""
+    tokens, size, layers = TOKENS // n, 2, 3
+    each_way = 2 * K * tokens * D * size * (n - 1) / n
+    for method, times, kinds in (("ragged", 1, {"ragged_all_to_all"}), ("capacity", 1, {"all_to_all"})):
+        config = run(expert=n, remat="none", expert_dispatch=method, expert_capacity=1.0)
+        total = sum(t.bytes for key, t in summary(formulas.step_traffic(config)).items() if key[0] in kinds and key[2] == "bfloat16")
+        assert total == times * 2 * layers * each_way
+    config = run(expert=n, remat="none", expert_dispatch="gather")
+    totals = summary([one for one in formulas.step_traffic(config) if "experts" in one.source])
+    sent = [totals[kind, ("expert",), "bfloat16"].bytes for kind in ("all_gather", "reduce_scatter")]
+    assert sent == [layers * each_way * n / K] * 2
+
+
+def test_experts_belong_to_the_axes_that_do_not_split_them():
+    """ZeRO's gathers: of experts over `data` alone, of all else over both."""
+    totals = summary(formulas.step_traffic(FEW["folded over tensor"]))
+    experts = 3 * E * 24 * D // 4
+    assert totals["all_gather", ("data",), "bfloat16"].payload == 2 * 6 * experts
+    assert ("all_gather", ("data", "expert"), "bfloat16") in totals
