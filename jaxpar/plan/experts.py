@@ -1,6 +1,7 @@
 """What a step sends to and from experts, from its configuration alone; `formulas.py` adds it to the rest of a step.
 
     expert_traffic   every collective of routing, dispatch and its counts
+    expert_layers    how many layers have experts
 
 As in `formulas.py`, sizes and counts are written down once more rather than asked of `jaxpar/parallel/expert.py`.
 
@@ -23,6 +24,7 @@ import jax.numpy as jnp
 
 from jaxpar.config import Config
 from jaxpar.mesh import AXES, REPLICA, SEQ, TENSOR
+from jaxpar.models.pattern import segments
 from jaxpar.plan.traffic import Collective, ring_bytes
 
 # How often a backward sends again what its forward sent to experts, for values that the policy did not keep: (tokens, weights and counts).
@@ -34,6 +36,11 @@ def expert_traffic(config: Config) -> list[Collective]:
     if not config.model.moe.experts:
         return []
     return [*_dispatch(config), *_columns(config), *_counts(config), *_metrics(config)]
+
+
+def expert_layers(config: Config) -> int:
+    """Layers with experts."""
+    return segments(config.model)[-1].units if config.model.moe.experts else 0
 
 
 def _send(config: Config, what: str, kind: str, axes: tuple[str, ...], count: int, elements: int, dtype: str) -> list[Collective]:
@@ -65,7 +72,7 @@ def _dispatch(config: Config) -> list[Collective]:
     n, tokens = math.prod(getattr(config.mesh, axis) for axis in axes), math.prod(_rows(config)) // train.expert_chunks
     if train.expert_columns and train.sequence_parallel:
         tokens *= config.mesh.tensor
-    times = config.model.layers * train.accumulation * train.interleave * train.expert_chunks
+    times = expert_layers(config) * train.accumulation * train.interleave * train.expert_chunks
     again, counted_again = DISPATCHED_AGAIN[train.remat]
     width, k, dtype = config.model.width, moe.per_token, train.compute_dtype
 
@@ -101,7 +108,7 @@ def _columns(config: Config) -> list[Collective]:
         return []
 
     def send(what: str, kind: str, count: int, width: int, dtype: str) -> list[Collective]:
-        times = config.model.layers * train.accumulation * train.interleave
+        times = expert_layers(config) * train.accumulation * train.interleave
         shards = config.mesh.tensor if train.sequence_parallel else 1
         return _send(config, what, kind, (TENSOR,), count * times, shards * tokens * width, dtype)
 
@@ -120,16 +127,16 @@ def _columns(config: Config) -> list[Collective]:
 
 
 def _counts(config: Config) -> list[Collective]:
-    """Choices and tokens of each row, over the axes that split it; of a whole microbatch over all, where the balancing loss wants that."""
+    """Choices and tokens of each row, over the axes that split it; of a whole step over all, or of each of its
+    microbatches where the balancing loss wants that."""
     train, moe, (rows, _), split = config.train, config.model.moe, _rows(config), _token_axes(config)
-    times, again = config.model.layers * train.accumulation * train.interleave, int(train.remat != "none")
+    times, again = expert_layers(config) * train.accumulation * train.interleave, int(train.remat != "none")
     found = _send(config, "load of a row", "all_reduce", split, (1 + again) * times, rows * moe.experts, "int32")
     found += _send(config, "tokens of a row", "all_reduce", split, 2 * times, rows, "int32")
-    if moe.balance == "microbatch":
-        found += _send(
-            config, "load of a microbatch", "all_reduce", (*REPLICA, *split), train.accumulation, config.model.layers * moe.experts, "int32"
-        )
-    return found
+    whole, load = (*REPLICA, *split), expert_layers(config) * moe.experts
+    if moe.balance == "sequence":
+        return found + _send(config, "load of a step", "all_reduce", whole, 1, load, "int32")
+    return found + _send(config, "load of a microbatch", "all_reduce", whole, train.accumulation, load, "int32")
 
 
 def _metrics(config: Config) -> list[Collective]:

@@ -34,7 +34,7 @@ from jaxpar.mesh import AXES, REPLICA, TENSOR
 from jaxpar.models.decoder import declared
 from jaxpar.params import flatten
 from jaxpar.plan.context import context_traffic
-from jaxpar.plan.experts import expert_traffic
+from jaxpar.plan.experts import expert_layers, expert_traffic
 from jaxpar.plan.traffic import Collective, ring_bytes
 
 # How often the backward of a layer sends again what its forward sent, to compute values that the policy did not keep: (enter, leave).
@@ -93,11 +93,13 @@ def token_shards(config: Config) -> int:
 
 
 def weights(config: Config) -> list[Weight]:
-    """Every parameter of the model on one device."""
+    """Every parameter of the model on one device but its state, which is whole everywhere and has no gradient."""
     t, n = config.mesh.tensor, replicas(config)
     rows_travel = config.train.zero == 3 and n > 1 and not config.model.tied and config.model.width % n == 0
     found = []
     for name, spec in flatten(declared(config.model, t)):
+        if spec.role == "state":
+            continue
         shape, axes = [], set[str]()
         for size, axis in zip(spec.layer_shape, spec.layer_axes, strict=True):
             target = _target(config, axis, size)
@@ -192,7 +194,8 @@ def _gathers(config: Config, weight: Weight) -> list[Collective]:
     if not layers:
         return gather("once a microbatch", a, weight.elements)
     forward = [*gather("first layer", a, weight.elements), *gather("one layer ahead", a * (layers - 1), weight.elements)]
-    again = a if train.remat == "block" and "/mlp/" in weight.name else 0
+    alone = config.model.moe.every == 1 or weight.name.startswith("layers/first/")  # a group's are held
+    again = a if train.remat == "block" and "/mlp/" in weight.name and alone else 0
     return [*forward, *gather("one layer ahead", a * (layers - 1), weight.elements), *gather("last layer again", again, weight.elements)]
 
 
@@ -221,32 +224,37 @@ def _activations(config: Config) -> list[Collective]:
     """Over `tensor`: a block enters and leaves twice (once where routed experts alone are in the MLP's place), the embedding leaves, the
     loss enters. The transpose of each is the other."""
     train, (b, s) = config.train, microbatch(config)
-    elements, again, blocks = b * s * config.model.width, SENT_AGAIN[train.remat], crossings(config)
-    parts, each = train.interleave, config.model.layers * train.accumulation
+    elements, again, parts = b * s * config.model.width, SENT_AGAIN[train.remat], train.interleave
     enters, leaves = ("all_gather", "reduce_scatter") if train.sequence_parallel else ("", "all_reduce")
 
     def send(what: str, kind: str, count: int, parts: int = 1) -> list[Collective]:
         sent = _send(config, f"activations, {what}", kind, (TENSOR,), count, elements // parts, train.compute_dtype)
         return sent if kind else []  # without sequence parallelism every device has all tokens already
 
-    passes = [("forward", enters, blocks), ("forward", leaves, blocks), ("backward", leaves, blocks), ("backward", enters, blocks)]
-    passes += [("again", enters, again[0] * blocks // 2), ("again", leaves, again[1])]
-    if train.collective_matmul and config.mesh.tensor > 1:  # each all-gather and reduce-scatter is t - 1 permutes of a chunk
-        parts = config.mesh.tensor
-        passes = [(what, "permute", times * (parts - 1)) for what, _, times in passes]
-    else:
-        passes = [(what, kind, times * parts) for what, kind, times in passes]
-    layers = [one for what, kind, times in passes for _ in range(times) for one in send(f"layers, {what}", kind, each, parts)]
+    def of(layers: int, blocks: int, parts: int, inside: bool = False) -> list[Collective]:
+        """What so many layers send that enter and leave `blocks` times; `inside` a group, the next layer reads what the last one leaves."""
+        passes = [("forward", enters, blocks), ("forward", leaves, blocks), ("backward", leaves, blocks), ("backward", enters, blocks)]
+        passes += [("again", enters, again[0] * blocks // 2), ("again", leaves, blocks if inside and again[1] else again[1])]
+        if train.collective_matmul and config.mesh.tensor > 1:  # each all-gather and reduce-scatter is t - 1 permutes of a chunk
+            parts = config.mesh.tensor
+            passes = [(what, "permute", times * (parts - 1)) for what, _, times in passes]
+        else:
+            passes = [(what, kind, times * parts) for what, kind, times in passes]
+        each = layers * train.accumulation
+        return [one for what, kind, times in passes for _ in range(times) for one in send(f"layers, {what}", kind, each, parts)]
+
+    sparse, every = expert_layers(config), config.model.moe.every
+    grouped = sparse * (every - 1)
+    layers = [*of(config.model.layers - sparse - grouped, 2, parts), *of(grouped, 2, parts, True), *of(sparse, crossings(config), parts)]
     a = train.accumulation
     embedding = [*send("embedding, forward", leaves, a), *send("embedding, backward", enters, a)]
     return [*layers, *embedding, *send("head, forward", enters, a), *send("head, backward", leaves, a)]
 
 
 def crossings(config: Config) -> int:
-    """How often a block's activations enter and leave what `tensor` splits: attention, and the MLP or the shared expert. What experts
+    """How often activations of a block with experts enter and leave what `tensor` splits: attention, and the shared expert. What experts
     whose columns it splits add is in `experts.py`."""
-    moe = config.model.moe
-    return 2 if not moe.experts or moe.shared_width else 1
+    return 2 if config.model.moe.shared_width else 1
 
 
 def _loss(config: Config) -> list[Collective]:
@@ -284,7 +292,7 @@ def state_bytes(config: Config) -> int:
     moments = {"adamw": 2, "lion": 1, "sgd": 1, "muon": 2, "adafactor": 0}[config.optimizer.name]
     matrices = 1 if config.optimizer.name == "muon" else moments
     counters = {"lion": 4, "adamw": 4, "sgd": 3}.get(config.optimizer.name, 0)  # step, skipped, the rule's if it counts, the schedule's
-    elements = 0
+    elements = sum(math.prod(spec.shape) for _, spec in flatten(declared(config.model, config.mesh.tensor)) if spec.role == "state")
     for weight in weights(config):
         copies = 1 + (matrices if weight.role == "matrix" else moments)
         elements += copies * (weight.total // (weight.ways if weight.split else 1))

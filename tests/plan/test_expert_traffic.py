@@ -20,10 +20,12 @@ E, K, D, TOKENS = 8, 2, 32, 32 * 16  # of a step
 EXPERT, FOLDED, WHOLE = ("expert",), ("expert", "tensor"), ("expert", "seq", "tensor")
 
 
-def run(data=1, expert=1, seq=1, tensor=1, shared=0, balance="sequence", **train):
-    moe = MoeConfig(experts=E, per_token=K, width=24, balance=balance, balance_weight=0.01, shared_width=shared)
+def run(data=1, expert=1, seq=1, tensor=1, shared=0, balance="sequence", layers=3, pattern=(0, 1), **train):
+    dense, every = pattern
+    mixed = {"dense_layers": dense, "every": every, "correction": every > 1}
+    moe = MoeConfig(experts=E, per_token=K, width=24, balance=balance, balance_weight=0.01, shared_width=shared, **mixed)
     return Config(
-        model=ModelConfig(vocabulary=64, width=D, layers=3, heads=4, kv_heads=2, head_width=8, mlp_width=48, moe=moe),
+        model=ModelConfig(vocabulary=64, width=D, layers=layers, heads=4, kv_heads=2, head_width=8, mlp_width=48, moe=moe),
         mesh=MeshShape(data=data, expert=expert, seq=seq, tensor=tensor),
         data=DataConfig(sequence=16, vocabulary=64),
         train=TrainConfig(**{"batch": 32, "attention": "blockwise", **train}),
@@ -43,6 +45,9 @@ MORE = {
     "expert alone": run(1, 8, remat="block", zero=3),
     "data alone": run(8, 1, remat="block", zero=3),
     "seq beside expert": run(1, 2, 2, 2, zero=2, accumulation=2),
+    "patterns": run(2, 2, 1, 2, layers=5, pattern=(1, 2), remat="block", zero=1, accumulation=2),
+    "patterns, ZeRO-3": run(2, 2, 1, 2, layers=5, pattern=(1, 2), shared=24, remat="block", zero=3),
+    "a dense layer first": run(2, 2, 1, 2, layers=3, pattern=(1, 1), balance="microbatch", remat="block", zero=3, accumulation=2),
 }
 
 
