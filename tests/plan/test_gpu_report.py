@@ -59,7 +59,7 @@ def test_layers_with_windows_of_their_own_are_counted_at_most():
     compiled = compiling.compile_run(config, hardware.load("h100"))
     report = compiling.report(compiled)
     assert report["counted_at_most"] == 2 and report["flops"]["program"] > report["flops"]["model"]
-    assert "an upper bound, as is the time: 2 loops over tiles" in show.text(compiled, report)
+    assert "an upper bound, as is the time: 2 loops end at run time, over tiles" in show.text(compiled, report)
 
 
 def processor_seconds():
