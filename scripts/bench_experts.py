@@ -2,9 +2,9 @@
 
     PYTHONPATH=. python scripts/bench_experts.py [--sequence 256] [--batch 8] [--rounds 9]
 
-8 experts, 2 of them for each token, each half as wide as the dense model's MLP: a token meets the same matrices' sizes. The mixture also has
-a router, sorts tokens, and updates four times the MLP's parameters. The programs take turns, each round in another order, and the median of
-the rounds' ratios is printed. Float32, AdamW, clipping, dropless.
+8 experts, 2 of them for each token, each half as wide as the dense model's MLP, so that a token meets as many weights. The mixture also has
+a router, sorts tokens, and updates four times the MLP's parameters. Programs take turns, each round in another order, and the median of the
+rounds' ratios is printed. Float32, AdamW, clipping, dropless.
 """
 
 from __future__ import annotations
@@ -53,8 +53,10 @@ def main() -> int:
         for n in np.roll(range(len(runs)), turn):
             seconds[turn, n] = runs[n]()
     seconds = seconds[2:]  # the first ones compile and warm up
-    print(f"{os.cpu_count()} CPU cores, jax {jax.__version__}; {args.batch} × {args.sequence} tokens, float32: 8 experts, 2 a token, beside")
-    print("the dense model of as many active parameters")
+    print(
+        f"{os.cpu_count()} CPU cores, jax {jax.__version__}; {args.batch} × {args.sequence} tokens, float32: 8 experts, 2 a token, beside"
+    )
+    print("8 experts, 2 of them a token, beside the dense model of as many active parameters:")
     for n, policy in enumerate(POLICIES):
         dense, experts = seconds[:, 2 * n], seconds[:, 2 * n + 1]
         ratio = f"median ratio {median(experts / dense):.3f} of {args.rounds} (target ≤ {TARGET})"

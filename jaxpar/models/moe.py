@@ -73,12 +73,12 @@ class MoE(nnx.Module):
     def __call__(self, x_BSD: jax.Array, context: Context) -> tuple[jax.Array, Aux]:
         """x as it lies between blocks -> (y likewise, aux). Sends what the dispatch sends, the shared expert's `enter` and `leave`, and
         E + 1 counts a sequence over the axes that split its tokens."""
-        batch, length, width = x_BSD.shape
+        batch, length, _ = x_BSD.shape
         valid_BS = self.valid(x_BSD, context)
         logits_BSE = self.logits(x_BSD)
         weights_TK, chosen_TK = router.select(router_of(self.moe), logits_BSE.reshape(batch * length, -1), valid_T=valid_BS.reshape(-1))
-        routed_BSK = (each.reshape(batch, length, -1) for each in (weights_TK, chosen_TK))
-        y_BSD, lost = (self.by_columns if self.columns else self.dispatched)(x_BSD, *routed_BSK)
+        weights_BSK, chosen_BSK = (each.reshape(batch, length, -1) for each in (weights_TK, chosen_TK))
+        y_BSD, lost = (self.by_columns if self.columns else self.dispatched)(x_BSD, weights_BSK, chosen_BSK)
         if self.shared is not None:
             y_BSD = y_BSD + self.shared(x_BSD)
         aux = self.aux(logits_BSE, chosen_TK.reshape(batch, length, -1), valid_BS)
@@ -86,15 +86,15 @@ class MoE(nnx.Module):
 
     def dispatched(self, x_BSD: jax.Array, weights_BSK: jax.Array, chosen_BSK: jax.Array) -> tuple[jax.Array, expert.Lost]:
         """Routed tokens through this device's part of the experts, and what was not computed."""
-        flat = (each.reshape(-1, each.shape[-1]) for each in (x_BSD, weights_BSK, chosen_BSK))
-        y_TD, lost = expert.through(*flat, self.experts, self.dispatch)
+        x_TD, weights_TK, chosen_TK = (each.reshape(-1, each.shape[-1]) for each in (x_BSD, weights_BSK, chosen_BSK))
+        y_TD, lost = expert.through(x_TD, weights_TK, chosen_TK, self.experts, self.dispatch)
         return y_TD.reshape(x_BSD.shape), lost
 
     def by_columns(self, x_BSD: jax.Array, weights_BSK: jax.Array, chosen_BSK: jax.Array) -> tuple[jax.Array, expert.Lost]:
         """The same where each expert's columns are split over `tensor`: all tokens enter, with their weights and choices, results are
         partial sums and leave. Every device of a tensor group dispatches all of their tokens; one of them counts what was lost."""
-        whole = (self.boundary.enter(each) for each in (x_BSD, weights_BSK, chosen_BSK))
-        y_BSD, lost = self.dispatched(*whole)
+        enter = self.boundary.enter
+        y_BSD, lost = self.dispatched(enter(x_BSD), enter(weights_BSK), enter(chosen_BSK))
         first = collectives.axis_index(TENSOR) == 0
         return self.boundary.leave(y_BSD), jax.tree.map(lambda count: jnp.where(first, count, 0), lost)
 

@@ -161,7 +161,15 @@ def step_traffic(config: Config) -> list[Collective]:
     embedding, norm, head, first and last layer then happen once a step instead of once a microbatch.
     """
     found = [each for weight in weights(config) for each in [*_gathers(config, weight), *_reductions(config, weight)]]
-    return [*found, *_activations(config), *context_traffic(config), *expert_traffic(config), *_loss(config), *_scalars(config), *_norm(config)]
+    return [
+        *found,
+        *_activations(config),
+        *context_traffic(config),
+        *expert_traffic(config),
+        *_loss(config),
+        *_scalars(config),
+        *_norm(config),
+    ]
 
 
 def _gathers(config: Config, weight: Weight) -> list[Collective]:
