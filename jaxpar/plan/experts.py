@@ -19,11 +19,10 @@ from __future__ import annotations
 
 import math
 
-import jax.numpy as jnp
-
 from jaxpar.config import Config
-from jaxpar.mesh import AXES, REPLICA, SEQ, TENSOR
-from jaxpar.plan.traffic import Collective, ring_bytes
+from jaxpar.mesh import REPLICA, SEQ, TENSOR
+from jaxpar.plan import weights
+from jaxpar.plan.traffic import Collective
 
 # How often a backward sends again what its forward sent to experts, for values that the policy did not keep: (tokens, weights and counts).
 DISPATCHED_AGAIN = {"none": (0, 0), "matmuls": (0, 1), "outputs": (1, 1), "attention": (1, 1), "block": (1, 1)}
@@ -36,11 +35,8 @@ def expert_traffic(config: Config) -> list[Collective]:
     return [*_dispatch(config), *_columns(config), *_counts(config), *_metrics(config)]
 
 
-def _send(config: Config, what: str, kind: str, axes: tuple[str, ...], count: int, elements: int, dtype: str) -> list[Collective]:
-    axes = tuple(axis for axis in AXES if axis in axes and getattr(config.mesh, axis) > 1)
-    group, payload = math.prod(getattr(config.mesh, axis) for axis in axes), count * elements * jnp.dtype(dtype).itemsize
-    sent = ring_bytes(kind, group, payload) if axes else 0
-    return [Collective(kind, axes, group, count, sent, payload, dtype, False, f"experts, {what}")] if axes and count else []
+def _sent(config: Config, what: str, kind: str, axes: tuple[str, ...], count: int, elements: int, dtype: str) -> list[Collective]:
+    return weights.send(config, f"experts, {what}", kind, axes, count, elements, dtype)
 
 
 def _wide(config: Config) -> str:
@@ -70,7 +66,7 @@ def _dispatch(config: Config) -> list[Collective]:
     width, k, dtype = config.model.width, moe.per_token, train.compute_dtype
 
     def send(what: str, kind: str, count: int, elements: int, dtype: str) -> list[Collective]:
-        return _send(config, what, kind, axes, count * times, elements, dtype)
+        return _sent(config, what, kind, axes, count * times, elements, dtype)
 
     if train.expert_dispatch == "gather":
         whole = n * tokens
@@ -103,7 +99,7 @@ def _columns(config: Config) -> list[Collective]:
     def send(what: str, kind: str, count: int, width: int, dtype: str) -> list[Collective]:
         times = config.model.layers * train.accumulation * train.interleave
         shards = config.mesh.tensor if train.sequence_parallel else 1
-        return _send(config, what, kind, (TENSOR,), count * times, shards * tokens * width, dtype)
+        return _sent(config, what, kind, (TENSOR,), count * times, shards * tokens * width, dtype)
 
     width, k = config.model.width, moe.per_token
     if not train.sequence_parallel:
@@ -123,10 +119,10 @@ def _counts(config: Config) -> list[Collective]:
     """Choices and tokens of each row, over the axes that split it; of a whole microbatch over all, where the balancing loss wants that."""
     train, moe, (rows, _), split = config.train, config.model.moe, _rows(config), _token_axes(config)
     times, again = config.model.layers * train.accumulation * train.interleave, int(train.remat != "none")
-    found = _send(config, "load of a row", "all_reduce", split, (1 + again) * times, rows * moe.experts, "int32")
-    found += _send(config, "tokens of a row", "all_reduce", split, 2 * times, rows, "int32")
+    found = _sent(config, "load of a row", "all_reduce", split, (1 + again) * times, rows * moe.experts, "int32")
+    found += _sent(config, "tokens of a row", "all_reduce", split, 2 * times, rows, "int32")
     if moe.balance == "microbatch":
-        found += _send(
+        found += _sent(
             config, "load of a microbatch", "all_reduce", (*REPLICA, *split), train.accumulation, config.model.layers * moe.experts, "int32"
         )
     return found
@@ -140,5 +136,5 @@ def _metrics(config: Config) -> list[Collective]:
     return [
         one
         for name, dtype in names.items()
-        for one in _send(config, name, "all_reduce", losses if name in ("overflow", "dropped") else axes, 1, 1, dtype)
+        for one in _sent(config, name, "all_reduce", losses if name in ("overflow", "dropped") else axes, 1, 1, dtype)
     ]
