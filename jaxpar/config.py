@@ -1,4 +1,4 @@
-"""What a run is: frozen, keyword-only dataclasses, validated where they are built. Imports nothing of ours.
+"""What a run is: frozen, keyword-only dataclasses, validated where they are built.
 
     Config
       model       ModelConfig, with MoeConfig, RopeConfig   the architecture
@@ -10,7 +10,7 @@
       checkpoint  CheckpointConfig                  where, how often, how many
       log         LogConfig                         progress and metrics
 
-Reading YAML and `--set a.b=c` is in `jaxpar/configfile.py`.
+MoeConfig is in `jaxpar/config_experts.py`; reading YAML and `--set a.b=c` in `jaxpar/configfile.py`.
 """
 
 from __future__ import annotations
@@ -18,16 +18,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field, replace
 
-
-def require(condition: bool, message: str) -> None:
-    """Refuse a user's value: `message` names the field and the fix."""
-    if not condition:
-        raise ValueError(message)
-
-
-def one_of(name: str, value: object, choices: tuple[object, ...]) -> None:
-    require(value in choices, f"{name}: {value!r} is not one of {', '.join(map(str, choices))}")
-
+from jaxpar.config_checks import divisors, one_of, require
+from jaxpar.config_experts import MoeConfig
 
 # Recomputation policies, the most kept first; `jaxpar/parallel/remat.py` says what each keeps.
 REMAT = ("none", "matmuls", "outputs", "attention", "block")
@@ -108,60 +100,6 @@ class RopeConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MoeConfig:
-    """A mixture of experts in the place of every layer's MLP; `experts` 0, the default, is a dense model.
-
-    Each token passes `per_token` experts of `width` (0: model.mlp_width), chosen by `router` (`jaxpar/ops/router.py` says how, and what
-    `normalise`, `scale` and the groups are), and a shared one of `shared_width` (0: none). `balance` is the scope of the balancing loss,
-    `sequence` or `microbatch`, added with `balance_weight` for each layer; `z_weight` likewise weighs the squared log-sum-exp of logits.
-    """
-
-    experts: int = 0
-    per_token: int = 2
-    width: int = 0
-    shared_width: int = 0
-    router: str = "softmax_topk"
-    normalise: bool = True
-    scale: float = 1.0
-    groups: int = 1
-    kept_groups: int = 1
-    group_best: int = 1
-    balance: str = "sequence"
-    balance_weight: float = 0.0
-    z_weight: float = 0.0
-
-    def __post_init__(self) -> None:
-        if self.experts == 0:
-            return
-        require(self.experts >= 1, f"model.moe.experts: {self.experts} must be at least 1, or 0 for a dense model")
-        one_of("model.moe.router", self.router, ("softmax_topk", "topk_softmax", "sigmoid"))
-        one_of("model.moe.balance", self.balance, ("sequence", "microbatch"))
-        require(self.per_token >= 1, f"model.moe.per_token: {self.per_token} must be at least 1")
-        require(
-            self.per_token <= self.experts,
-            f"model.moe.per_token: {self.per_token} experts of a token exceed model.moe.experts {self.experts}",
-        )
-        constant = self.router == "topk_softmax" or self.normalise
-        require(
-            self.per_token > 1 or not constant,
-            "model.moe.per_token: the weight of a single normalised expert is always 1, so its router would learn nothing; "
-            "use router softmax_topk or sigmoid with normalise false",
-        )
-        for name in ("width", "shared_width", "balance_weight", "z_weight"):
-            require(getattr(self, name) >= 0, f"model.moe.{name}: {getattr(self, name)} must not be negative")
-        require(self.scale > 0, f"model.moe.scale: {self.scale} must be positive")
-        for name in ("groups", "kept_groups", "group_best"):
-            require(getattr(self, name) >= 1, f"model.moe.{name}: {getattr(self, name)} must be at least 1")
-        require(self.experts % self.groups == 0, f"model.moe.groups: {self.groups} does not divide model.moe.experts {self.experts}")
-        require(self.kept_groups <= self.groups, f"model.moe.kept_groups: {self.kept_groups} exceeds model.moe.groups {self.groups}")
-        reach = self.kept_groups * self.experts // self.groups
-        require(
-            self.per_token <= reach,
-            f"model.moe.kept_groups: {self.kept_groups} groups hold {reach} experts, fewer than model.moe.per_token {self.per_token}",
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """A decoder of the Llama family and its neighbours.
 
@@ -203,6 +141,14 @@ class ModelConfig:
             object.__setattr__(self, "head_width", self.width // self.heads)
         if self.moe.experts and self.moe.width == 0:
             object.__setattr__(self, "moe", replace(self.moe, width=self.mlp_width))
+        if self.moe.experts:
+            dense, rest = self.moe.dense_layers, self.layers - self.moe.dense_layers
+            require(rest >= 1, f"model.moe.dense_layers: {dense} of model.layers {self.layers} leave none with experts; use less")
+            works = ", ".join(map(str, divisors(rest)))
+            require(
+                rest % self.moe.every == 0,
+                f"model.moe.every: {self.moe.every} does not divide the {rest} layers behind the dense ones; numbers that work: {works}",
+            )
         require(not (self.moe.experts and self.mlp_bias), "model.mlp_bias: experts have no biases; set it false")
         require(self.head_width >= 0, f"model.head_width: {self.head_width} must be positive, or 0 for width / heads")
         require(self.head_width % 2 == 0, f"model.head_width: {self.head_width} must be even for rope")
@@ -291,11 +237,6 @@ class OptimizerConfig:
         )
 
 
-def _divisors(number: int) -> list[int]:
-    small = [size for size in range(1, math.isqrt(number) + 1) if number % size == 0]
-    return sorted({*small, *(number // size for size in small)})
-
-
 @dataclass(frozen=True, kw_only=True)
 class ContextConfig:
     """How `mesh.seq` devices share the attention of a row; `jaxpar/parallel/context` says what each way sends.
@@ -318,7 +259,7 @@ class ContextConfig:
         if devices == 1:
             return 1, 1
         inner = {"ulysses": devices, "usp": self.ulysses}.get(self.method, 1)
-        works = ", ".join(map(str, _divisors(devices)))
+        works = ", ".join(map(str, divisors(devices)))
         require(devices % inner == 0, f"train.context.ulysses: {inner} does not divide mesh.seq {devices}; sizes that work: {works}")
         return devices // inner, inner
 
@@ -327,7 +268,7 @@ class ContextConfig:
         _, inner = self.split(devices)
         deals = lambda size: heads % size == 0 and (kv_heads % size == 0 or size % kv_heads == 0)  # noqa: E731
         if not deals(inner):
-            field, sizes = ("mesh.seq", _divisors(heads)) if self.method == "ulysses" else ("train.context.ulysses", _divisors(devices))
+            field, sizes = ("mesh.seq", divisors(heads)) if self.method == "ulysses" else ("train.context.ulysses", divisors(devices))
             works = ", ".join(str(size) for size in sizes if deals(size))
             raise ValueError(
                 f"{field}: {inner} devices cannot trade tokens for the {heads} query heads and {kv_heads} key/value heads that "

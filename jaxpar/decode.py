@@ -1,4 +1,5 @@
-"""Text generation on a mesh of data × seq × tensor: prompts of any lengths in a batch, a key/value cache, one program from them to tokens.
+"""Text generation on a mesh of data × expert × seq × tensor: prompts of any lengths in a batch, a key/value cache,
+one program from them to tokens.
 
     Generator         a model on a mesh; `generate(prompts, tokens, ...)`
     build_generator   from a run's configuration and parameters, wherever these live
@@ -23,19 +24,21 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxpar.config import Config, require
-from jaxpar.mesh import BATCH, DATA, SEQ, TENSOR
+from jaxpar.mesh import BATCH, DATA, EXPERT, SEQ, TENSOR
+from jaxpar.models import pattern
 from jaxpar.models.decoder import DecoderFunctions, cache_shape, declared, decoder_functions
 from jaxpar.models.options import Options
 from jaxpar.parallel import context as context_parallel
-from jaxpar.parallel import sampling
+from jaxpar.parallel import runs, sampling
 from jaxpar.parallel.collectives import all_reduce, all_reduce_max, vary
 from jaxpar.parallel.context.cache import slot_positions
 from jaxpar.parallel.context.layout import layout
 from jaxpar.parallel.sequence import Replicated
 from jaxpar.parallel.stack import Context
+from jaxpar.parallel.stacked import pick
 from jaxpar.parallel.tensor import check_heads
 from jaxpar.params import Parameter, Tree, map_leaves, partition_specs, shardings
-from jaxpar.rules import DENSE, Rules
+from jaxpar.rules import Rules, table
 
 SHORTEST = 16  # of prompt and cache; below that programs are cheap and need not be many
 EMPTY = -1  # where no token was written
@@ -75,8 +78,8 @@ class State(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Generator:
-    """A model on a mesh, ready to generate. `params` are in the compute dtype, split over `tensor`, equal over `data` and `seq`, which
-    splits prompts and the cache."""
+    """A model on a mesh, ready to generate. `params` are in the compute dtype, split over `tensor` and experts over `expert`, equal over
+    `data` and `seq`. Prompts and the cache are split over `data` and `expert`, and over `seq`."""
 
     config: Config
     mesh: Mesh
@@ -99,7 +102,8 @@ class Generator:
 
         A row's tokens depend on its prompt, and when sampled on `seed`, its number and the position, never on mesh or batch; where two
         logits are equal within the rounding of the compute dtype, meshes may choose differently. Sends, a token: two all-reduces of
-        B·D values a layer and one for the embedding, and what `parallel/context/cache.py` and `parallel/sampling.py` say.
+        B·D values a layer and one for the embedding, and what `parallel/context/cache.py` and `parallel/sampling.py` say; with experts one
+        all-reduce a layer, and all tokens to all devices of `expert` and back. No choice of an expert is ever dropped.
 
         Raises ValueError naming the argument. Every process calls it with the same arguments and gets all rows.
         """
@@ -127,7 +131,7 @@ class Generator:
 
     def _batch(self, prompts: Sequence[Sequence[int]], tokens: int) -> tuple[Prompts, int]:
         """Prompts on the host, filled up to a power of two a device, and the length of the cache."""
-        data, longest, devices = self.mesh.shape[DATA], max(map(len, prompts)), self.mesh.shape[SEQ]
+        data, longest, devices = math.prod(self.mesh.shape[axis] for axis in BATCH), max(map(len, prompts)), self.mesh.shape[SEQ]
         unit = math.lcm(self.config.train.context.unit(devices), 2 * devices)  # a device with one token would take it for a new one
         width = -(-_bucket(longest, SHORTEST) // unit) * unit
         rows = data * _bucket(-(-len(prompts) // data), 1)
@@ -212,18 +216,29 @@ class Generator:
         slots: dict[str, jax.Array],
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """Embedding and layers on new tokens: (x[B, S, D], cache). The cache is carried whole, so that a loop updates it in place."""
-        model = self.config.model
-        flags = {"index": jnp.arange(model.layers, dtype=jnp.int32), "window": jnp.asarray(model.layer_windows, jnp.int32)}
+        found, flags = pattern.segments(self.config.model), pattern.flags(self.config.model, {})
         batch = {"positions": positions_BS, "segments": segments_BS, **slots}
 
-        def layer(carry: Any, part: Any) -> tuple[Any, None]:
-            (x_BSD, cache), (weights, own) = carry, part
-            mine = jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, own["index"], keepdims=False), cache)
-            x_BSD, mine = self.functions.block_cached(weights, x_BSD, Context(batch, {}, own), mine)
-            return (x_BSD, jax.tree.map(lambda a, b: lax.dynamic_update_index_in_dim(a, b, own["index"], 0), cache, mine)), None
+        def layer(carry: Any, block: Any, own: Tree) -> Any:
+            x_BSD, cache = carry
+            x_BSD, mine = block.cached(x_BSD, Context(batch, {}, own), pick(cache, own["index"]))
+            return x_BSD, jax.tree.map(lambda a, b: lax.dynamic_update_index_in_dim(a, b, own["index"], 0), cache, mine)
 
-        x_BSD = self.functions.embed(params, ids_BS, Context(batch, {}, flags))
-        return lax.scan(layer, (x_BSD, cache), (params["layers"], flags))[0]
+        carry = self.functions.embed(params, ids_BS, Context(batch, {}, flags)), cache
+        for segment in found:
+            layers, own = (params["layers"], flags) if len(found) == 1 else (params["layers"][segment.name], flags[segment.name])
+            kinds = list(dict.fromkeys(segment.windows))
+
+            def unit(
+                carry: Any, at: runs.Place, segment: pattern.Segment = segment, layers: Tree = layers, own: Tree = own, kinds: Any = kinds
+            ) -> tuple[Any, None]:
+                flags = {**pick(own, at.layer), "window": kinds[at.kind]}
+                for block, flag in self.functions.bound(segment.name, pick(layers, at.layer), flags):
+                    carry = layer(carry, block, flag)
+                return carry, None
+
+            carry, _ = runs.walk(runs.fold(runs.number(segment.windows)), unit, carry)
+        return carry
 
     def _chosen(self, logits_B1V: jax.Array, state: State, prompts: Prompts, choice: Choice, how: str) -> State:
         """`state` with the next token of each row chosen and written down, where the row wants one."""
@@ -259,17 +274,32 @@ def check_choice(tokens: int, temperature: float, top_k: int | None, top_p: floa
 
 
 def parameter_places(config: Config, mesh: Mesh) -> tuple[Tree, Tree]:
-    """(records, PartitionSpecs) of a model's parameters on a generation mesh: split over `tensor`, equal over `data` and `seq`.
+    """(records, PartitionSpecs) of a model's parameters on a generation mesh: split over `tensor`, experts over `expert`, equal elsewhere.
 
     Raises ValueError for a mesh with other axes and for sizes that do not divide the model.
     """
     sizes, model = dict(mesh.shape), config.model
     for axis, size in sizes.items():
-        axes = f"{DATA}, {SEQ} and {TENSOR}"
-        require(size == 1 or axis in (DATA, SEQ, TENSOR), f"mesh.{axis}: {size} must be 1: generation splits over {axes} only")
+        axes = f"{DATA}, {EXPERT}, {SEQ} and {TENSOR}"
+        require(size == 1 or axis in (*BATCH, SEQ, TENSOR), f"mesh.{axis}: {size} must be 1: generation splits over {axes} only")
+    require(
+        model.moe.router != "expert_choice", "model.moe.router: expert_choice looks at later tokens, so nothing can be generated with it"
+    )
+    experts = model.moe.experts
+    works = ", ".join(str(ways) for ways in range(1, experts + 1) if experts % ways == 0)
+    require(
+        experts % sizes[EXPERT] == 0,
+        f"mesh.{EXPERT}: {sizes[EXPERT]} does not divide model.moe.experts {experts}; sizes that work: {works}",
+    )
     check_heads(model.heads, model.kv_heads, sizes[TENSOR])
     specs = declared(model, sizes[TENSOR])
-    return specs, partition_specs(specs, Rules(sizes, DENSE))
+    return specs, partition_specs(specs, Rules(sizes, table(_dropless(config, mesh).train)))
+
+
+def _dropless(config: Config, mesh: Mesh) -> Config:
+    """Experts over `expert` alone, since tokens are equal along `tensor`, all tokens gathered, with room for every choice."""
+    room = float(mesh.shape[EXPERT])
+    return replace(config, train=replace(config.train, expert_axes=(EXPERT,), expert_dispatch="gather", expert_buffer=room))
 
 
 def build_generator(config: Config, mesh: Mesh, params: Tree) -> Generator:
@@ -281,7 +311,7 @@ def build_generator(config: Config, mesh: Mesh, params: Tree) -> Generator:
     specs, partitions = parameter_places(config, mesh)
     model, tensor = config.model, mesh.shape[TENSOR]
     context = config.train.context.fitted(model.heads // tensor, max(model.kv_heads // tensor, 1), mesh.shape[SEQ])
-    config = replace(config, train=replace(config.train, context=context))
+    config = _dropless(replace(config, train=replace(config.train, context=context)), mesh)
     dtype = jnp.dtype(config.train.compute_dtype)
     if dtype == jnp.float64 and not jax.config.jax_enable_x64:
         raise ValueError("train.compute_dtype: float64 needs 64-bit types; set the environment variable JAX_ENABLE_X64=1")
@@ -291,8 +321,15 @@ def build_generator(config: Config, mesh: Mesh, params: Tree) -> Generator:
             missing = parameter.shape[0] - parameter.rows
             array = jnp.pad(array[: parameter.rows], ((0, missing), *((0, 0),) * (array.ndim - 1)))
         assert array.shape == parameter.shape, f"{path}: {array.shape} is not {parameter.shape}"
-        return array.astype(dtype)
+        return array if parameter.role == "state" else array.astype(dtype)
 
     fitted = jax.jit(lambda params: map_leaves(fit, params, specs), out_shardings=shardings(partitions, mesh))(params)
-    options = Options(attention_block=config.train.attention_block, context=context, platform=mesh.devices.flat[0].platform)
+    options = Options(
+        attention_block=config.train.attention_block,
+        context=context,
+        platform=mesh.devices.flat[0].platform,
+        expert_axes=config.train.expert_axes,
+        expert_dispatch=config.train.expert_dispatch,
+        expert_buffer=config.train.expert_buffer,
+    )
     return Generator(config, mesh, fitted, partitions, decoder_functions(model, Replicated(), options))

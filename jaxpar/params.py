@@ -4,6 +4,7 @@
     stack                records of one layer -> records of L stacked layers
     collect, bind        nnx module -> nested dict of records; nested dict of arrays -> module
     flatten, map_leaves  nested dicts by path, such as "layers/attention/query"
+    separate, merge      what is trained and what is state, apart and together again
     init_params          values from a seed, the same on every mesh
     partition_specs, zero_placements, zero_specs, shardings    trees of places, by `rules`
     count, padded_vocabulary
@@ -32,7 +33,7 @@ from jaxpar import rules
 Tree = dict[str, Any]
 
 INITS = ("normal", "zeros", "ones")
-ROLES = ("matrix", "embedding", "head", "norm", "bias")
+ROLES = ("matrix", "embedding", "head", "norm", "bias", "state")
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,8 @@ class Parameter:
 
     `axes` names each dim logically (`jaxpar/rules.py` says which mesh axis that is). `matrix` is how many leading dims are "out" when
     it is seen as a matrix [out, in]; 0 is no matrix. `rows` is how many of the first dim are real, 0 for all: a padded vocabulary has
-    zeros below. `stacked` means that dim 0 is the layer; `rows` and `matrix` then speak of one layer.
+    zeros below. `stacked` means that dim 0 is the layer; `rows` and `matrix` then speak of one layer. Role `state` is of what a model
+    holds and no gradient moves: whole on every device, in the master dtype, updated by the step.
     """
 
     shape: tuple[int, ...]
@@ -114,6 +116,30 @@ def map_leaves(function: Callable[..., Any], tree: Tree, *others: Tree, prefix: 
         else function(f"{prefix}{key}", value, *(other[key] for other in others))
         for key, value in sorted(tree.items())
     }
+
+
+def separate(specs: Tree, tree: Tree) -> tuple[Tree, Tree]:
+    """(what is trained, what is state) of a tree with a leaf for each record; without branches that hold nothing."""
+    trained: Tree = {}
+    held: Tree = {}
+    for key, spec in specs.items():
+        if isinstance(spec, dict):
+            parts = separate(spec, tree[key])
+            for part, whole in zip(parts, (trained, held), strict=True):
+                if part:
+                    whole[key] = part
+        else:
+            (held if spec.role == "state" else trained)[key] = tree[key]
+    return trained, held
+
+
+def merge(trained: Tree, held: Tree) -> Tree:
+    """The inverse of `separate`."""
+    joined = dict(trained)
+    for key, value in held.items():
+        assert isinstance(value, dict) or key not in joined, f"{key} is there twice"
+        joined[key] = merge(joined.get(key, {}), value) if isinstance(value, dict) else value
+    return joined
 
 
 def stack(tree: Tree, layers: int) -> Tree:

@@ -158,13 +158,13 @@ def zero_placement(parameter: Dims, spec: PartitionSpec, sizes: Mapping[str, int
     Best is a dim before which all are of size 1 on a device: a gather then puts blocks of memory one after another, and nothing is
     transposed. Next a dim that no axis splits yet, the largest of them; else one that is split already. The table of an embedding prefers
     its columns, which a lookup can read without the rest. Never the layer dim of a stacked leaf: layers must stay gatherable one by one.
-    None when a single device holds it anyway, or for a norm or bias that no dim divides.
+    None when a single device holds it anyway, for state, or for a norm or bias that no dim divides.
     Raises ValueError for a matrix that does not divide, naming it, the devices and the numbers that work.
     """
     named = spec_axes(spec)
     axes = tuple(axis for axis in REPLICA if axis not in named)
     ways = math.prod(sizes[axis] for axis in axes)
-    if ways == 1:
+    if ways == 1 or parameter.role == "state":
         return None
     dims = list(range(1 if parameter.stacked else 0, len(parameter.shape)))
     local = {dim: parameter.shape[dim] // math.prod(sizes[axis] for axis in as_axes(spec[dim])) for dim in dims}
@@ -199,7 +199,7 @@ def unsharded(parameters: Mapping[str, Dims], specs: Mapping[str, PartitionSpec]
     for name, parameter in parameters.items():
         named = spec_axes(specs[name])
         ways = math.prod(sizes[axis] for axis in REPLICA if axis not in named)
-        if ways > 1 and zero_placement(parameter, specs[name], sizes) is None:
+        if ways > 1 and parameter.role != "state" and zero_placement(parameter, specs[name], sizes) is None:
             replicated.append(name)
     return tuple(replicated)
 
@@ -319,9 +319,11 @@ def _check_experts(config: Config) -> None:
     _check_chunks(config)
     k = config.model.moe.per_token
     if train.expert_dispatch == "capacity" and train.expert_capacity < 1 / k:
+        tokens = train.batch * config.data.sequence
+        alone = round(tokens * (1 - k * train.expert_capacity))
         raise ValueError(
-            f"train.expert_capacity: {train.expert_capacity} is below 1/k = {1 / k:g}, so at least "
-            f"{1 - train.expert_capacity:.0%} of all choices would be dropped and some tokens pass no expert; use 1 or more"
+            f"train.expert_capacity: {train.expert_capacity} is below 1/k = {1 / k:g}: at least {1 - train.expert_capacity:.0%} of all "
+            f"choices would be dropped, and about {alone:,} of a step's {tokens:,} tokens or more would pass no expert; use 1 or more"
         )
 
 

@@ -1,8 +1,9 @@
 """make bench-bridge: the figures of docs/bridge.md, on this machine. Needs torch (make venv-torch).
 
-    python scripts/bench_bridge.py [families] [smollm2] [witness] [streaming]      all of them without arguments
+    python scripts/bench_bridge.py [families] [experts] [smollm2] [witness] [streaming]      all of them without arguments
 
 families    parity of the hostile tiny checkpoints of tests/bridge: one device and data 2 × tensor 2, float64 and float32, 3 AdamW steps
+experts     the same of the two with experts, in float64: one device and data 2 × expert 2 × tensor 2, with and without the balancing loss
 smollm2     parity of SmolLM2-135M (fetch_smollm2.py): float64 on one device and on tensor 3, float32 on one device
 witness     torch's DDP, FSDP2 and DTensor tensor parallelism against jaxpar's meshes (second_witness.py)
 streaming   memory and time of importing a synthetic folder of 4 GB (bench_streaming.py)
@@ -21,7 +22,7 @@ sys.path.insert(0, str(FOLDER.parent))
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 
-SECTIONS = ("families", "smollm2", "witness", "streaming")
+SECTIONS = ("families", "experts", "smollm2", "witness", "streaming")
 
 
 def ladder(name: str, folder: Path, mesh: str, dtype: str, steps: int, sequence: int) -> bool:
@@ -57,6 +58,26 @@ def families() -> bool:
     return passed
 
 
+def experts() -> bool:
+    from tests.bridge import hostile
+
+    header()
+    passed = True
+    with tempfile.TemporaryDirectory() as made:
+        for name in hostile.EXPERTS:
+            for kind in ("", ", balancing loss", ", balancing loss, dense layers"):
+                label = name + kind
+                changes = {"output_router_logits": bool(kind), "router_aux_loss_coef": 0.3}
+                if "dense" in kind:
+                    if name == "mixtral":  # which has none
+                        continue
+                    changes |= {"mlp_only_layers": [0, 1, 3], "num_hidden_layers": 5}
+                folder = hostile.save(Path(made) / label, name, **changes)
+                for mesh in ("data=1", "data=2,expert=2,tensor=2"):
+                    passed &= ladder(label, folder, mesh, "float64", 3, hostile.SEQUENCE)
+    return passed
+
+
 def smollm2() -> bool:
     sys.path.insert(0, str(FOLDER))
     from fetch_smollm2 import fetch
@@ -87,6 +108,7 @@ def main() -> int:
     jax.config.update("jax_enable_x64", True)
     run = {
         "families": families,
+        "experts": experts,
         "smollm2": smollm2,
         "witness": lambda: script("second_witness.py"),
         "streaming": lambda: script("bench_streaming.py"),

@@ -30,12 +30,12 @@ WAYS = [("ring", "contiguous"), ("ring", "zigzag"), ("ring", "striped"), ("gathe
 
 def print_work() -> None:
     """Visible (query, key) pairs a device, largest over mean: what a step waits for."""
-    print("work of devices, largest / mean (1024 tokens; causal, and a window of 256)")
+    print("work of devices, largest / mean (4096 tokens; causal, and a window of 1024)")
     print(f"  {'layout':12}" + "".join(f"{f'{ring} devices':>14}" for ring in (2, 4, 8)))
     for name in ("contiguous", "zigzag", "striped"):
         cells = []
         for ring in (2, 4, 8):
-            ratios = [share.max() / share.mean() for share in (work(schedule(Layout(name, ring), 1024, window)) for window in (0, 256))]
+            ratios = [share.max() / share.mean() for share in (work(schedule(Layout(name, ring), 4096, window)) for window in (0, 1024))]
             cells.append(f"{'  '.join(f'{ratio:.3f}' for ratio in ratios):>14}")
         print(f"  {name:12}" + "".join(cells))
 

@@ -45,6 +45,16 @@ def refused(folder, path, capsys, *sets):
         (["mesh.data=16"], "mesh: data 16 × tensor 2 makes 32 devices, but there are 8; set mesh.data=4, or run on 32 devices"),
         (["mesh.data=1", "mesh.tensor=8"], "mesh.tensor: 8 does not divide model.heads 4; tensor sizes that work: 1, 2, 4"),
         (["mesh.data=1", "mesh.pipe=4"], "mesh.pipe: 4 stages for model.layers 2; use at most 2"),
+        (["model.moe.experts=4", "model.moe.per_token=5"], "model.moe.per_token: 5 experts of a token exceed model.moe.experts 4"),
+        (
+            ["model.moe.experts=6", "mesh.data=1", "mesh.expert=4"],
+            "model.moe.experts: 6 do not divide over mesh.expert 4; numbers of devices that work: 1, 2, 3, 6",
+        ),
+        (
+            ["model.moe.experts=4", "train.expert_dispatch=capacity", "train.expert_capacity=0.375"],
+            "of all choices would be dropped, and about 32 of a step's 128 tokens or more would pass no expert; use 1 or more",
+        ),
+        (["model.moe.experts=4", "model.moe.dense_layers=2"], "model.moe.dense_layers: 2 of model.layers 2 leave none with experts"),
         (["train.batch=6"], "train.batch: 6 sequences do not divide over mesh.data × mesh.expert 4"),
         (["train.accumulation=3"], "train.accumulation: 3 does not divide train.batch 8"),
         (["data.sequence=15"], "data.sequence: 15 tokens do not divide over mesh.seq × mesh.tensor 2; lengths that work: 14, 16"),

@@ -15,13 +15,18 @@ from jaxpar.config import ModelConfig, MoeConfig
         ({"per_token": 0}, r"model.moe.per_token: 0 must be at least 1"),
         ({"per_token": 1}, r"model.moe.per_token: the weight of a single normalised expert is always 1"),
         ({"per_token": 1, "normalise": False, "router": "topk_softmax"}, r"always 1, so its router would learn nothing"),
-        ({"router": "softmax"}, r"model.moe.router: 'softmax' is not one of softmax_topk, topk_softmax, sigmoid"),
+        ({"router": "softmax"}, r"model.moe.router: 'softmax' is not one of softmax_topk, topk_softmax, sigmoid, expert_choice"),
+        ({"router": "expert_choice", "correction": True}, r"model.moe.router: with expert_choice .*; set correction false and groups 1"),
         ({"balance": "batch"}, r"model.moe.balance: 'batch' is not one of sequence, microbatch"),
         ({"groups": 3}, r"model.moe.groups: 3 does not divide model.moe.experts 8"),
         ({"groups": 4, "kept_groups": 5}, r"model.moe.kept_groups: 5 exceeds model.moe.groups 4"),
         ({"groups": 4, "per_token": 3}, r"model.moe.kept_groups: 1 groups hold 2 experts, fewer than model.moe.per_token 3"),
         ({"scale": 0.0}, r"model.moe.scale: 0.0 must be positive"),
         ({"balance_weight": -1.0}, r"model.moe.balance_weight: -1.0 must not be negative"),
+        ({"jitter": 1.0}, r"model.moe.jitter: 1.0 must be in \[0, 1\)"),
+        ({"activation": "relu"}, r"model.moe.activation: 'relu' is not one of , silu, gelu_tanh, clamped_swiglu"),
+        ({"correction_rate": -0.1}, r"model.moe.correction_rate: -0.1 must not be negative"),
+        ({"every": 0}, r"model.moe.every: 0 must be at least 1"),
         ({"experts": -1}, r"model.moe.experts: -1 must be at least 1"),
     ],
 )
@@ -51,3 +56,19 @@ def test_yaml_round_trip():
     assert config.model.moe.per_token == 4
     assert configfile.from_dict(configfile.dump(config)) == config
     assert dataclasses.replace(config.model.moe, experts=0) != config.model.moe
+
+
+@pytest.mark.parametrize(
+    "fields, message",
+    [
+        ({"dense_layers": 6}, r"model.moe.dense_layers: 6 of model.layers 6 leave none with experts; use less"),
+        (
+            {"dense_layers": 2, "every": 3},
+            r"model.moe.every: 3 does not divide the 4 layers behind the dense ones; numbers that work: 1, 2, 4",
+        ),
+    ],
+)
+def test_layers_of_a_pattern(fields, message):
+    with pytest.raises(ValueError, match=message):
+        ModelConfig(layers=6, moe=MoeConfig(experts=8, **fields))
+    ModelConfig(layers=6, moe=MoeConfig(experts=0, **fields))

@@ -35,7 +35,8 @@ def test_every_run_file_is_consistent_with_its_mesh(path):
     sizes = {axis: getattr(config.mesh, axis) for axis in rules.AXES}
     partitions = params.partition_specs(specs, rules.Rules(sizes, rules.DENSE))
     placements = params.zero_placements(specs, partitions, sizes)
-    assert all(placement is not None for _, placement in params.flatten(placements))
+    roles = [spec.role for _, spec in params.flatten(specs)]
+    assert all(placement is not None or role == "state" for role, (_, placement) in zip(roles, params.flatten(placements), strict=True))
     assert path.stem in config.checkpoint.folder and config.log.folder
 
 

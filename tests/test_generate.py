@@ -1,5 +1,6 @@
 """Generation with a cache against the whole forward without one, on meshes of data × tensor; the command; what bad input gets."""
 
+import dataclasses
 import warnings
 from functools import lru_cache
 
@@ -9,8 +10,8 @@ import numpy as np
 import pytest
 
 from jaxpar import cli, configfile, generate
-from jaxpar.config import Config, ContextConfig, MeshShape, RopeConfig, TrainConfig
-from jaxpar.decode import Generator, build_generator
+from jaxpar.config import Config, ContextConfig, MeshShape, MoeConfig, RopeConfig, TrainConfig
+from jaxpar.decode import Generator, build_generator, parameter_places
 from jaxpar.mesh import make_mesh
 from jaxpar.train.checkpoint import Checkpoints
 from jaxpar.train.tokenizer import save_tokenizer, train_tokenizer
@@ -192,8 +193,11 @@ def test_a_mesh_that_does_not_fit():
     build = lambda shape: build_generator(run_config(model), make_mesh(shape, jax.devices()[: shape.devices]), {})  # noqa: E731
     with pytest.raises(ValueError, match=r"^mesh\.tensor: 3 cannot share 4 query heads and 2 key/value heads; sizes that work: 1, 2, 4$"):
         build(MeshShape(tensor=3))
-    with pytest.raises(ValueError, match=r"^mesh\.expert: 2 must be 1: generation splits over data, seq and tensor only"):
-        build(MeshShape(expert=2))
+    with pytest.raises(ValueError, match=r"^mesh\.pipe: 2 must be 1: generation splits over data, expert, seq and tensor only"):
+        build(MeshShape(pipe=2))
+    experts = dataclasses.replace(model, mlp_bias=False, moe=MoeConfig(experts=12))
+    with pytest.raises(ValueError, match=r"^mesh\.expert: 8 does not divide model\.moe\.experts 12; sizes that work: 1, 2, 3, 4, 6, 12$"):
+        parameter_places(run_config(experts), make_mesh(MeshShape(expert=8), jax.devices()))
 
 
 def test_a_diverged_model_is_refused(monkeypatch):

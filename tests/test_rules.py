@@ -238,7 +238,7 @@ EXPERTS = {"model": {"moe": MoeConfig(experts=12, per_token=2)}}
         ),
         (
             {"train": {"expert_dispatch": "capacity", "expert_capacity": 0.25}},
-            r"train.expert_capacity: 0.25 is below 1/k = 0.5, so at least 75% of all choices would be dropped",
+            r"train.expert_capacity: 0.25 is below 1/k = 0.5: at least 75% of .* about 2,048 of a step's 4,096 tokens or more",
         ),
     ],
 )

@@ -34,9 +34,10 @@ from jaxpar.train.tokenizer import load_tokenizer
 from torch_bridge.arrays import ShardedView
 from torch_bridge.convert import MAX_SHARD_BYTES, Source, bindings, dtype_name, export_params, import_params, read_model
 from torch_bridge.families import find_family, infer_family
+from torch_bridge.families.experts import with_training
 from torch_bridge.formats.huggingface import CONFIG, TOKENIZER, carried, check_free, copy_carried, whole_folder, write_json
 from torch_bridge.formats.safetensors import strict_json
-from torch_bridge.mapping import to_torch
+from torch_bridge.mapping import to_leaves, to_torch
 from torch_bridge.views import View
 
 BESIDE = "huggingface"
@@ -50,11 +51,15 @@ def default_run(source: Source) -> Config:
 
 
 def run_of(source: Source, run: Config, out: Path) -> Config:
-    """`run` with the model of `source` (dropout stays the run's), its tokenizer unless the run names one, `out` as checkpoint folder."""
+    """`run` with the model of `source` (dropout stays the run's, as do routers' losses where it has any), its tokenizer unless it names
+    one, `out` as checkpoint folder."""
     data = run.data
     if data.tokenizer is None and data.source != "tokens" and (source.folder / TOKENIZER).is_file():
         data = dataclasses.replace(data, tokenizer=str(out / TOKENIZER))
-    model = dataclasses.replace(source.model, dropout=run.model.dropout)
+    moe = source.model.moe
+    if run.model.moe.balance_weight or run.model.moe.z_weight:
+        moe = with_training(moe, run.model.moe)
+    model = dataclasses.replace(source.model, dropout=run.model.dropout, moe=moe)
     return dataclasses.replace(run, model=model, data=data, checkpoint=dataclasses.replace(run.checkpoint, folder=str(out)))
 
 
@@ -147,11 +152,12 @@ def export_checkpoint(
     dtype: str | None = None,
     family: str | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
+    stacked: bool = False,
 ) -> Path:
     """A checkpoint's parameters as a Hugging Face folder, with the tokenizer that lies beside them.
 
     `dtype`: default that of the folder it was imported from, else the masters'. `family`: default the one it was imported from, else the
-    first that can hold the model. Raises ValueError naming what is wrong; nothing half-written stays.
+    first that can hold the model. `stacked` as `export_params`. Raises ValueError naming what is wrong; nothing half-written stays.
     """
     out = Path(out)
     check_free(out)
@@ -179,6 +185,7 @@ def export_checkpoint(
             raw={**made, **raw},
             files=files,
             max_positions=saved.config.data.sequence,
+            stacked=stacked,
         )
         for file in (temporary / "model").iterdir():
             file.rename(temporary / file.name)
@@ -207,7 +214,7 @@ def tokenizer_files(path: Path, folder: Path, config: Config) -> dict[str, Any]:
 
 @dataclass(frozen=True, eq=False)
 class Weights:
-    """Tensors by torch key, not yet read."""
+    """Tensors by torch key, not yet read; each expert's by themselves."""
 
     family: str
     tensors: Mapping[str, View]
@@ -218,7 +225,10 @@ def open_weights(folder: str | Path, *, ignore: frozenset[str] = frozenset(), ro
     folder = Path(folder)
     if (folder / CONFIG).exists() or not folder.is_dir() or any(folder.glob("*.safetensors*")):
         source = read_model(folder, any_dtype=True, ignore=ignore, rope_length=rope_length)
-        return Weights(source.family.name, {key: source.tensors[key] for key in source.tensors})
+        if not source.stacked:
+            return Weights(source.family.name, source.tensors)
+        each = to_torch(bindings(source.family, source.model), to_leaves(source.bindings(), source.tensors))
+        return Weights(source.family.name, each)
     saved = read_checkpoint(folder)
     family = find_family(saved.raw["model_type"]) if saved.raw.get("model_type") else infer_family(saved.config.model)
     leaves = {path: ShardedView(path, leaf) for path, leaf in flatten(saved.params)}

@@ -59,7 +59,8 @@ def parser() -> argparse.ArgumentParser:
     export.add_argument("folder", metavar="DIR", help="a folder to make")
     export.add_argument("--step", type=int, help="the checkpoint of this step (default the latest)")
     export.add_argument("--dtype", help="float32, bfloat16, float16 or float64 (default that of the import, else the masters')")
-    export.add_argument("--family", help="llama, mistral, qwen2 or qwen3 (default that of the import, else the first that fits)")
+    export.add_argument("--family", help="a model_type, such as llama or qwen3_moe (default that of the import, else the first that fits)")
+    export.add_argument("--stacked", action="store_true", help="a layer's experts in one tensor, for transformers 5")
     export.add_argument("--shard-gigabytes", type=float, default=5.0, metavar="GB", help="most of one file (default 5)")
     export.set_defaults(call=_export)
 
@@ -139,6 +140,7 @@ def _export(args: argparse.Namespace) -> int:
         dtype=args.dtype,
         family=args.family,
         max_shard_bytes=int(args.shard_gigabytes * 1e9),
+        stacked=args.stacked,
     )
     print(f"{out}: written")
     return 0

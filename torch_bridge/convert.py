@@ -21,15 +21,16 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxpar.config import ModelConfig
+from jaxpar.config import ModelConfig, TrainConfig
 from jaxpar.mesh import TENSOR
 from jaxpar.models.decoder import Decoder
 from jaxpar.params import Tree, flatten, map_leaves, padded_vocabulary, partition_specs
-from jaxpar.rules import DENSE, Rules
+from jaxpar.rules import Rules, table
 from torch_bridge.arrays import ShardedView, global_array
 from torch_bridge.casting import Cast
 from torch_bridge.families import find_family, infer_family
 from torch_bridge.families.decoder import EMBEDDING, HEAD, Family
+from torch_bridge.families.experts import with_training
 from torch_bridge.formats.huggingface import CONFIG, copy_carried, whole_folder, write_json, write_tensors
 from torch_bridge.mapping import expected_shapes, to_leaves, to_torch
 from torch_bridge.source import TORCH_DTYPES, Source, bindings, read_model
@@ -40,17 +41,18 @@ __all__ = ["Source", "bindings", "default_places", "export_params", "import_para
 MAX_SHARD_BYTES = 5 * 10**9
 
 
-def default_places(model: ModelConfig, mesh: Mesh) -> Tree:
-    """PartitionSpecs of a model's parameters on a mesh: split over `tensor`, equal elsewhere."""
+def default_places(model: ModelConfig, mesh: Mesh, train: TrainConfig | None = None) -> Tree:
+    """PartitionSpecs of a model's parameters on a mesh: split over `tensor`, experts over `train.expert_axes`, default `expert`; equal
+    elsewhere."""
     specs = Decoder(model, padded_vocabulary(model.vocabulary, mesh.shape[TENSOR])).specs
-    return partition_specs(specs, Rules(dict(mesh.shape), DENSE))
+    return partition_specs(specs, Rules(dict(mesh.shape), table(train or TrainConfig())))
 
 
 def import_params(source: Source, mesh: Mesh, shardings: Tree | None = None, dtype: Any = None) -> Tree:
     """The parameters on `mesh`, vocabulary padded for its tensor axis: nested dict of global jax.Arrays.
 
-    `shardings`: a tree of NamedSharding or PartitionSpec, such as a run's `training.shardings["params"]`; default split over `tensor` and
-    equal elsewhere. `dtype`: default the file's. Each process reads, once, what its devices hold, by several threads; on a CPU device the
+    `shardings`: a tree of NamedSharding or PartitionSpec, such as a run's `training.shardings["params"]`; default
+    `default_places`. `dtype`: default the file's. Each process reads, once, what its devices hold, by several threads; on a CPU device the
     bytes read are the array, elsewhere host memory holds one leaf's shard at a time.
     Raises ValueError for a mesh that does not divide the model, OSError for a file that changed since it was checked.
     """
@@ -81,13 +83,15 @@ def export_params(
     raw: Mapping[str, Any] | None = None,
     files: Sequence[str | Path] = (),
     max_positions: int | None = None,
+    stacked: bool = False,
 ) -> Path:
     """Write `params`, padded or not, as a folder that transformers loads: model.safetensors or shards of `max_shard_bytes` with an index,
     config.json, and copies of `files` (tokenizer, generation settings). Returns the folder.
 
     `dtype`: default the arrays'. `family`: a model_type; default the first that can hold the model. `raw`: the config.json that the model
     came with; what it says beside the architecture (token ids, …) is kept, all of it where it still describes this model. A tied table
-    is written once. `max_positions`: max_position_embeddings where `raw` has none.
+    is written once. `max_positions`: max_position_embeddings where `raw` has none. `stacked`: a layer's experts in one tensor, which only
+    transformers 5 reads, instead of one tensor for each matrix of each.
 
     The folder appears whole, or not at all. All shards must be on this process's devices.
     Raises ValueError for a folder that is not empty, or a model that the family cannot hold.
@@ -100,7 +104,7 @@ def export_params(
     wanted = first if dtype is None else dtype_name(dtype)
     leaves = {path: Cast(first, wanted).apply((view,))[0] for path, view in leaves.items()}
     config = write_configuration(chosen, model, wanted, raw or {}, max_positions)
-    tensors = to_torch(bindings(chosen, model, padded), leaves)
+    tensors = to_torch(bindings(chosen, model, padded, stacked), leaves)
     with whole_folder(folder) as temporary:
         write_json(temporary / CONFIG, config)
         copy_carried(map(Path, files), temporary)
@@ -142,29 +146,32 @@ KEPT = frozenset((*TOKEN_IDS, "max_position_embeddings", "use_cache", "transform
 
 
 def _training_only(one: ModelConfig, other: ModelConfig) -> bool:
-    """Whether two models differ in dropout and initial values alone."""
-    return replace(one, dropout=other.dropout, init_std=other.init_std) == other
+    """Whether two models differ in dropout, initial values and the losses of routers alone."""
+    return replace(one, dropout=other.dropout, init_std=other.init_std, moe=with_training(one.moe, other.moe)) == other
 
 
-def torch_arrays(tree: Tree, model: ModelConfig, family: str | None = None) -> dict[str, np.ndarray]:
+def torch_arrays(tree: Tree, model: ModelConfig, family: str | None = None, stacked: bool = False) -> dict[str, np.ndarray]:
     """Any tree shaped like the parameters, of jax or numpy arrays, as torch's keys and layouts: gradients, moments, updated weights.
 
-    A vocabulary padded for any mesh is cropped; a tied table appears once, under the embedding's key.
+    A vocabulary padded for any mesh is cropped; a tied table appears once, under the embedding's key. `stacked` as `export_params`; so are
+    the experts of torch's modules.
     """
     chosen = infer_family(model) if family is None else find_family(family)
     leaves: dict[str, View] = {path: ShardedView(path, leaf) for path, leaf in flatten(tree)}
-    views = to_torch(bindings(chosen, model, tree["embedding"]["table"].shape[0]), leaves)
+    views = to_torch(bindings(chosen, model, tree["embedding"]["table"].shape[0], stacked), leaves)
     return {key: read_all(view) for key, view in views.items()}
 
 
-def tree_of_arrays(arrays: Mapping[str, np.ndarray], model: ModelConfig, family: str | None = None, tensor: int = 1) -> Tree:
+def tree_of_arrays(
+    arrays: Mapping[str, np.ndarray], model: ModelConfig, family: str | None = None, tensor: int = 1, stacked: bool = False
+) -> Tree:
     """{torch key: array} -> nested dict of numpy arrays, vocabulary padded for a tensor axis of that size. Every key is used once.
 
     Raises ValueError naming keys that are missing, unknown or misshapen. A tied model's head may be there if it is equal.
     """
     chosen = infer_family(model) if family is None else find_family(family)
     padded = padded_vocabulary(model.vocabulary, tensor)
-    bound = bindings(chosen, model, padded)
+    bound = bindings(chosen, model, padded, stacked)
     wanted = expected_shapes(bound)
     given = dict(arrays)
     if model.tied and HEAD in given and not np.array_equal(given.pop(HEAD), given.get(EMBEDDING, np.nan), equal_nan=True):

@@ -63,8 +63,8 @@ def plan(source: Source) -> Iterator[str]:
     for binding in source.bindings():
         holders = sorted({source.tensors[key].path.name for key in binding.keys})
         place = holders[0] if len(holders) == 1 else f"{len(holders)} files"
-        key = binding.keys[0] if len(binding.keys) == 1 else binding.keys[0].replace(".0.", f".{{0..{len(binding.keys) - 1}}}.", 1)
-        rows.append((binding.path, _dims(binding.parameter.shape), key, _dims(binding.torch_shape), place))
+        shape = binding.parameter.shape
+        rows.append((" and ".join(binding.paths), _dims(shape), binding.key_range, _dims(binding.torch_shape), place))
     yield from table(("leaf", "shape", "torch key", "shape", "in"), rows)
 
 

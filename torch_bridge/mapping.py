@@ -1,35 +1,49 @@
 """Rules between jaxpar's leaves and torch's tensors; import and export are both read off them.
 
-    Rule       one leaf of the parameter tree, the torch key it is, and torch's dims in words
+    Rule       one leaf of the parameter tree, or several that torch joins, the torch key it is, and torch's dims in words
     Ignored    torch keys that carry nothing, with the reason
     Binding    a rule applied to a model's sizes: keys, shapes, and the transform from torch tensors to the leaf
     bind       rules and records -> bindings; every leaf exactly once
     to_leaves, to_torch    views of torch tensors -> views of leaves, and back
 
 A layout names the leaf's logical axes in torch's order, with merged ones in parentheses: "(heads head_dim) embed" is the [N*H, D] matrix
-that becomes [N, H, D]. Without one the dims are the leaf's. `{layer}` in a key stands for each layer of a stacked leaf.
+that becomes [N, H, D]. Without one the dims are the leaf's. `{layer}` in a key stands for each layer of a stacked leaf, `{expert}` for each
+expert, counted 0, 1, 2, ….
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from jaxpar.params import Parameter, Tree, flatten
-from torch_bridge.joining import Stack
+from torch_bridge.joining import Divide, Stack
 from torch_bridge.transforms import Chain, Each, Pad, Split, Transform, Transpose
 from torch_bridge.views import Shape, View
 
 
 @dataclass(frozen=True)
 class Rule:
-    """Leaf `leaf`, such as "layers/attention/query", is torch's `key`, such as "model.layers.{layer}.self_attn.q_proj.weight"."""
+    """Leaf `leaf`, such as "layers/attention/query", is torch's `key`, such as "model.layers.{layer}.self_attn.q_proj.weight".
+
+    Torch may hold the leaves `joined` in the same tensor, behind `leaf` along the logical axis `along`. The layers of a stacked leaf are
+    torch's `start`, `start + step`, ….
+    """
 
     leaf: str
     key: str
     layout: str = ""
+    joined: tuple[str, ...] = ()
+    along: str = ""
+    start: int = 0
+    step: int = 1
+
+    @property
+    def leaves(self) -> tuple[str, ...]:
+        return (self.leaf, *self.joined)
 
 
 @dataclass(frozen=True)
@@ -42,13 +56,27 @@ class Ignored:
 
 @dataclass(frozen=True)
 class Binding:
-    """A rule at a model's sizes. `transform` takes the tensors of `keys`, each of `torch_shape`, to the leaf; its inverse goes back."""
+    """A rule at a model's sizes. `transform` takes the tensors of `keys`, each of `torch_shape`, to the leaves `paths`, which are all like
+    `parameter`; its inverse goes back. A layer's keys stand together."""
 
-    path: str
+    paths: tuple[str, ...]
     keys: tuple[str, ...]
     torch_shape: Shape
     transform: Transform
     parameter: Parameter
+    layers: tuple[int, ...] = ()
+
+    @property
+    def key_range(self) -> str:
+        """All keys in one, such as model.layers.{0..31}.mlp.experts.{0..7}.up_proj.weight."""
+        parts = zip(self.keys[0].split("."), self.keys[-1].split("."))
+        return ".".join(first if first == last else f"{{{first}..{last}}}" for first, last in parts)
+
+    @property
+    def by_layer(self) -> list[tuple[int, tuple[str, ...]]]:
+        """The keys of each layer, with torch's number of it."""
+        size = len(self.keys) // len(self.layers)
+        return [(layer, self.keys[place * size : (place + 1) * size]) for place, layer in enumerate(self.layers)]
 
 
 def bind(rules: Iterable[Rule], specs: Tree) -> tuple[Binding, ...]:
@@ -58,22 +86,27 @@ def bind(rules: Iterable[Rule], specs: Tree) -> tuple[Binding, ...]:
     """
     rules = tuple(rules)
     records = dict(flatten(specs))
-    leaves = [rule.leaf for rule in rules]
+    leaves = [leaf for rule in rules for leaf in rule.leaves]
     assert len(set(leaves)) == len(leaves), "a leaf has two rules"
     for path in records:
         if path not in leaves:
             raise ValueError(f"{path}: this family has no tensor for it")
-    bindings = tuple(_binding(rule, records[rule.leaf]) for rule in rules if rule.leaf in records)
+    bindings = tuple(_binding(rule, records) for rule in rules if rule.leaf in records)
     keys = [key for binding in bindings for key in binding.keys]
     assert len(set(keys)) == len(keys), "a torch key has two rules"
     return bindings
 
 
-def _binding(rule: Rule, parameter: Parameter) -> Binding:
-    axes = parameter.layer_axes
-    sizes = dict(zip(axes, parameter.layer_shape))
+def _binding(rule: Rule, records: Mapping[str, Parameter]) -> Binding:
+    parameter, each = records[rule.leaf], "{expert}" in rule.key
+    axes = parameter.layer_axes[each:]
+    sizes = dict(zip(axes, parameter.layer_shape[each:]))
+    assert not each or parameter.layer_axes[0] == "experts", f"{rule.leaf}: {rule.key} and the leaf disagree on experts"
+    assert all(records[leaf].shape == parameter.shape for leaf in rule.joined), f"{rule.leaves}: of several shapes"
     if parameter.rows:
         sizes[axes[0]] = parameter.rows
+    if rule.joined:
+        sizes[rule.along] *= len(rule.leaves)
     groups = [tuple(group.strip("()").split()) for group in re.findall(r"\([^()]*\)|\S+", rule.layout)] or [(name,) for name in axes]
     order = [name for group in groups for name in group]
     assert sorted(order) == sorted(axes), f"{rule.leaf}: layout {rule.layout!r} is not made of {axes}"
@@ -85,31 +118,38 @@ def _binding(rule: Rule, parameter: Parameter) -> Binding:
         steps.append(Transpose(tuple(order.index(name) for name in axes)))
     if parameter.rows and parameter.rows < parameter.layer_shape[0]:
         steps.append(Pad(0, parameter.rows, parameter.layer_shape[0]))
-    one = Chain(tuple(steps))
-    layers = parameter.shape[0] if parameter.stacked else 0
+    outer = parameter.shape[: parameter.stacked + each]  # layers and experts: dims of the leaf that torch has a tensor for each of
     assert ("{layer}" in rule.key) == parameter.stacked, f"{rule.leaf}: {rule.key} and the leaf disagree on layers"
+    whole: list[Transform] = [Chain(tuple(steps))]
+    if outer:
+        whole = [Each(whole[0]), Stack(math.prod(outer)), *([Split(0, outer)] if len(outer) > 1 else [])]
+    if rule.joined:
+        dim = len(outer) + axes.index(rule.along)
+        whole.append(Divide(dim, (parameter.shape[dim],) * len(rule.leaves)))
+    layers = tuple(rule.start + rule.step * place for place in range(parameter.shape[0])) if parameter.stacked else ()
+    names, places = (
+        ("layer",) * parameter.stacked + ("expert",) * each,
+        ([layers] if layers else []) + [range(size) for size in outer[-1:] * each],
+    )
     return Binding(
-        path=rule.leaf,
-        keys=tuple(rule.key.format(layer=layer) for layer in range(layers)) if layers else (rule.key,),
+        paths=rule.leaves,
+        keys=tuple(rule.key.format(**dict(zip(names, place))) for place in itertools.product(*places)),
         torch_shape=tuple(math.prod(sizes[name] for name in group) for group in groups),
-        transform=Chain((Each(one), Stack(layers))) if layers else one,
+        transform=Chain(tuple(whole)),
         parameter=parameter,
+        layers=layers,
     )
 
 
 def expected_shapes(bindings: Iterable[Binding]) -> dict[str, Shape]:
     """The shape of every torch tensor, in export order: what stands before the layers, each layer's, what stands after."""
-    bindings = tuple(bindings)
     found: dict[str, Shape] = {}
-    blocks: list[list[Binding]] = []
-    for binding in bindings:
-        if blocks and blocks[-1][0].parameter.stacked == binding.parameter.stacked:
-            blocks[-1].append(binding)
-        else:
-            blocks.append([binding])
-    for block in blocks:
-        for layer in range(len(block[0].keys)):
-            found |= {binding.keys[layer]: binding.torch_shape for binding in block}
+    for stacked, block in itertools.groupby(bindings, lambda binding: binding.parameter.stacked):
+        if not stacked:
+            found |= {key: binding.torch_shape for binding in block for key in binding.keys}
+            continue
+        parts = [(layer, keys, binding.torch_shape) for binding in block for layer, keys in binding.by_layer]
+        found |= {key: shape for _, keys, shape in sorted(parts, key=lambda part: part[0]) for key in keys}
     return found
 
 
@@ -120,8 +160,9 @@ def to_leaves(bindings: Iterable[Binding], tensors: Mapping[str, View]) -> dict[
         views = tuple(tensors[key] for key in binding.keys)
         for key, view in zip(binding.keys, views):
             assert view.shape == binding.torch_shape, f"{key}: {view.shape} is not {binding.torch_shape}"
-        (leaves[binding.path],) = binding.transform.apply(views)
-        assert leaves[binding.path].shape == binding.parameter.shape, f"{binding.path}: {leaves[binding.path].shape}"
+        for path, leaf in zip(binding.paths, binding.transform.apply(views), strict=True):
+            assert leaf.shape == binding.parameter.shape, f"{path}: {leaf.shape} is not {binding.parameter.shape}"
+            leaves[path] = leaf
     return leaves
 
 
@@ -130,7 +171,8 @@ def to_torch(bindings: Iterable[Binding], leaves: Mapping[str, View]) -> dict[st
     bindings = tuple(bindings)
     tensors: dict[str, View] = {}
     for binding in bindings:
-        leaf = leaves[binding.path]
-        assert leaf.shape == binding.parameter.shape, f"{binding.path}: {leaf.shape} is not {binding.parameter.shape}"
-        tensors |= zip(binding.keys, binding.transform.inverse.apply((leaf,)), strict=True)
+        views = tuple(leaves[path] for path in binding.paths)
+        for path, view in zip(binding.paths, views):
+            assert view.shape == binding.parameter.shape, f"{path}: {view.shape} is not {binding.parameter.shape}"
+        tensors |= zip(binding.keys, binding.transform.inverse.apply(views), strict=True)
     return {key: tensors[key] for key in expected_shapes(bindings)}

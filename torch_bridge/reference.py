@@ -5,7 +5,8 @@
     Reference       logits, activations by module, loss and gradients, AdamW steps, all as numpy by torch name
 
 Arrays in and out are numpy. A batch is `ids` and `labels` [B, S]: one document a row, labels already shifted, −1 ignored. The loss is the
-sum of token losses over the labels of the whole batch.
+sum of token losses over the labels of the whole batch; with `parts`, plus transformers' balancing loss of the routers, times its
+coefficient, as the mean over that many equal parts of the rows.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from torch.overrides import TorchFunctionMode
 Arrays = dict[str, np.ndarray]
 IGNORED = -1
 DTYPES = {"float64": torch.float64, "float32": torch.float32}
+# A loop over experts: grouped matmuls take neither float64 nor every width. Earlier versions know no other way.
+EXPERTS = {"experts_implementation": "eager"} if int(transformers.__version__.split(".")[0]) >= 5 else {}
 
 
 class Float64(TorchFunctionMode):
@@ -66,7 +69,7 @@ def load(folder: str | Path, dtype: str = "float64") -> Reference:
     with precision(dtype), _quiet():
         try:
             model, info = transformers.AutoModelForCausalLM.from_pretrained(
-                folder, dtype=DTYPES[dtype], attn_implementation="eager", local_files_only=True, output_loading_info=True
+                folder, dtype=DTYPES[dtype], attn_implementation="eager", local_files_only=True, output_loading_info=True, **EXPERTS
             )
         except Exception as error:  # of any type: its checks of settings are few
             text = " ".join(str(error).split())[:300]
@@ -127,18 +130,18 @@ class Reference:
                 handle.remove()
         return found
 
-    def gradients(self, batch: Arrays) -> tuple[float, Arrays]:
+    def gradients(self, batch: Arrays, parts: int = 0) -> tuple[float, Arrays]:
         """(loss, gradient of every parameter). Leaves no gradient behind."""
-        value = loss(self.model, batch, self.dtype)
+        value = loss(self.model, batch, self.dtype, parts)
         self.model.zero_grad()
         value.backward()
         found = {name: numpy(parameter.grad) for name, parameter in self.model.named_parameters()}
         self.model.zero_grad()
         return value.item(), found
 
-    def train(self, batches: Sequence[Arrays], rule: Any) -> Trained:
+    def train(self, batches: Sequence[Arrays], rule: Any, parts: int = 0) -> Trained:
         """A step of AdamW on each batch. Changes the model. `rule`: see `adamw`; `rule.clip` limits the global norm, None does not."""
-        return train(self.model, rule, [functools.partial(loss, self.model, batch, self.dtype) for batch in batches])
+        return train(self.model, rule, [functools.partial(loss, self.model, batch, self.dtype, parts) for batch in batches])
 
 
 @dataclass(frozen=True)
@@ -192,10 +195,19 @@ def loss_sum(model: Any, ids: torch.Tensor, labels: torch.Tensor, dtype: str) ->
     return torch.nn.functional.cross_entropy(scores.flatten(0, 1), labels.long().flatten(), ignore_index=IGNORED, reduction="sum")
 
 
-def loss(model: Any, batch: Arrays, dtype: str) -> torch.Tensor:
-    """Sum of token losses over the labels of the batch."""
+def loss(model: Any, batch: Arrays, dtype: str, parts: int = 0) -> torch.Tensor:
+    """Sum of token losses over the labels of the batch, and where `parts` asks for it the balancing loss."""
     labels = torch.from_numpy(batch["labels"])
-    return loss_sum(model, torch.from_numpy(batch["ids"]), labels, dtype) / (labels != IGNORED).sum()
+    value = loss_sum(model, torch.from_numpy(batch["ids"]), labels, dtype) / (labels != IGNORED).sum()
+    return value + balance(model, torch.from_numpy(batch["ids"]), dtype, parts) if parts else value
+
+
+def balance(model: Any, ids: torch.Tensor, dtype: str, parts: int) -> torch.Tensor:
+    """transformers' own balancing loss of each of `parts` equal parts of the rows, their mean, times the model's coefficient."""
+    with precision(dtype):
+        found = [model(rows.long(), use_cache=False, output_router_logits=True).aux_loss for rows in ids.chunk(parts)]
+    assert len(found) == parts, f"{len(ids)} rows are not {parts} parts"
+    return model.router_aux_loss_coef * torch.stack(found).mean()
 
 
 def adamw(model: Any, rule: Any) -> torch.optim.AdamW:

@@ -8,7 +8,7 @@ bindings      how a family names and lays out a model's parameters
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ TORCH_DTYPES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16"
 @dataclass(frozen=True, eq=False)
 class Source:
     """A checked folder. `tensors` are those that a leaf is made of; `ignored` maps the others to the reason; `provenance` says for each
-    field of the model where its value is from; `dtype` is that of the tensors."""
+    field of the model where its value is from; `dtype` is that of the tensors; `stacked` whether a layer's experts are in one tensor."""
 
     folder: Path
     family: Family
@@ -41,6 +41,7 @@ class Source:
     tensors: dict[str, FileTensor]
     ignored: dict[str, str]
     notes: tuple[str, ...]
+    stacked: bool = False
 
     @property
     def carried(self) -> tuple[Path, ...]:
@@ -48,12 +49,12 @@ class Source:
         return carried(self.folder)
 
     def bindings(self, vocabulary_padded: int | None = None) -> tuple[Binding, ...]:
-        return bindings(self.family, self.model, vocabulary_padded)
+        return bindings(self.family, self.model, vocabulary_padded, self.stacked)
 
 
-def bindings(family: Family, model: ModelConfig, vocabulary_padded: int | None = None) -> tuple[Binding, ...]:
+def bindings(family: Family, model: ModelConfig, vocabulary_padded: int | None = None, stacked: bool = False) -> tuple[Binding, ...]:
     """How `family` names and lays out the parameters of `model`. Raises ValueError where it has no tensor for one."""
-    return bind(family.rules, Decoder(model, vocabulary_padded or model.vocabulary).specs)
+    return bind(family.table(model, stacked), Decoder(model, vocabulary_padded or model.vocabulary).specs)
 
 
 def read_model(folder: str | Path, *, rope_length: int | None = None, ignore: Collection[str] = (), any_dtype: bool = False) -> Source:
@@ -69,14 +70,15 @@ def read_model(folder: str | Path, *, rope_length: int | None = None, ignore: Co
     files = read_folder(folder)
     problems = files.problems
     family, model, provenance = _configuration(files, rope_length, frozenset(ignore))
-    tensors, ignored, dtype = files.tensors, {}, ""
+    tensors, ignored, dtype, stacked = files.tensors, {}, "", False
     if family is not None:
         ignored = {key: reason for key in files.tensors for reason in [_reason(family, key)] if reason}
     if family is not None and model is not None:
         if model.tied and HEAD in tensors:
             ignored[HEAD] = "equal to the embedding that it is tied to"
         tensors = {key: tensor for key, tensor in tensors.items() if key not in ignored}
-        problems += _check_tensors(files, tensors, family, model)
+        stacked = _stacked({*tensors, *files.unreadable}, family, model)
+        problems += _check_tensors(files, tensors, family, model, stacked)
         dtype, wrong = _dtype(files, tensors, any_dtype)
         problems += wrong
     if not problems and HEAD in ignored:
@@ -84,7 +86,7 @@ def read_model(folder: str | Path, *, rope_length: int | None = None, ignore: Co
     if problems:
         raise BridgeError(folder, problems)
     assert family is not None and model is not None
-    return Source(folder, family, model, files.config, provenance, dtype, tensors, ignored, tuple(files.notes))
+    return Source(folder, family, model, files.config, provenance, dtype, tensors, ignored, tuple(files.notes), stacked)
 
 
 def _configuration(
@@ -110,31 +112,54 @@ def _reason(family: Family, key: str) -> str | None:
     return next((ignored.reason for ignored in family.ignored if re.fullmatch(ignored.pattern, key)), None)
 
 
-def _layer(key: str) -> int | None:
-    found = re.match(r"model\.layers\.([0-9]{1,9})\.", key)
+LAYER, EXPERT = r"model\.layers\.([0-9]{1,9})\.", r"model\.layers\.[0-9]{1,9}\.\w+\.experts\.([0-9]{1,9})\."
+
+
+def _number(pattern: str, key: str) -> int | None:
+    found = re.match(pattern, key)
     return int(found[1]) if found else None
 
 
-def _check_tensors(files: Folder, tensors: Mapping[str, FileTensor], family: Family, model: ModelConfig) -> list[Problem]:
-    """Missing, unknown and misshapen tensors. A wrong number of layers is one problem, not one a tensor."""
-    problems = []
-    wanted = expected_shapes(bindings(family, model))
-    there = {layer for key in (*tensors, *files.unreadable) if (layer := _layer(key)) is not None}
-    absent = [layer for layer in range(model.layers) if layer not in there] if files.whole else []
-    surplus = sorted(layer for layer in there if layer >= model.layers)
-    if absent or surplus:
-        listed = ", ".join(map(str, (absent or surplus)[:8])) + (", …" if len(absent or surplus) > 8 else "")
-        count = f"{len(there)} in the files, {'without' if absent else 'and also'} model.layers.{listed}"
-        problems.append(Problem(CONFIG, "num_hidden_layers", f"{model.layers} layers", count))
+def _stacked(keys: Collection[str], family: Family, model: ModelConfig) -> bool:
+    """Whether the files have a layer's experts in one tensor: the spelling of most keys."""
+    if not family.stacked:
+        return False
+    own, stacked = (len(expected_shapes(bindings(family, model, stacked=way)).keys() & set(keys)) for way in (False, True))
+    return stacked > own
+
+
+def _miscounted(keys: Collection[str], pattern: str, count: int, whole: bool) -> tuple[Problem | None, Callable[[str], bool]]:
+    """The problem of a wrong number of layers or experts, one and not one a tensor, and whether a key's own problem is part of it."""
+    there = {number for key in keys if (number := _number(pattern, key)) is not None}
+    absent = {number for number in range(count) if number not in there} if whole else set()
+    surplus = {number for number in there if number >= count}
+    if not (absent or surplus):
+        return None, lambda key: False
+    listed = ", ".join(map(str, sorted(absent or surplus)[:8])) + (", …" if len(absent or surplus) > 8 else "")
+    name, setting = ("layers", "num_hidden_layers") if pattern == LAYER else ("experts", "number of experts")
+    prefix = "model.layers." if pattern == LAYER else "experts."
+    found = f"{len(there)} in the files, {'without' if absent else 'and also'} {prefix}{listed}"
+    return Problem(CONFIG, setting, f"{count} {name}", found), lambda key: _number(pattern, key) in absent | surplus
+
+
+def _check_tensors(files: Folder, tensors: Mapping[str, FileTensor], family: Family, model: ModelConfig, stacked: bool) -> list[Problem]:
+    """Missing, unknown and misshapen tensors. A wrong number of layers or experts is one problem, not one a tensor."""
+    wanted = expected_shapes(bindings(family, model, stacked=stacked))
+    keys = (*tensors, *files.unreadable)
+    counts = [_miscounted(keys, LAYER, model.layers, files.whole)]
+    if family.stacked and not stacked:
+        counts.append(_miscounted(keys, EXPERT, model.moe.experts, files.whole))
+    problems = [problem for problem, _ in counts if problem is not None]
+    explained = lambda key: any(part(key) for _, part in counts)  # noqa: E731
     for key, shape in wanted.items():
         if key in tensors:
             if tensors[key].shape != shape:
                 problems.append(Problem(tensors[key].path.name, key, f"shape {list(shape)}", f"{list(tensors[key].shape)}"))
-        elif key not in files.unreadable and files.whole and _layer(key) not in absent:
+        elif key not in files.unreadable and files.whole and not explained(key):
             missing = "none; only a tied model has no head" if key == HEAD else "none"
             problems.append(Problem(str(files.path), key, f"a tensor of shape {list(shape)}", missing))
     for key, tensor in tensors.items():
-        if key not in wanted and _layer(key) not in surplus:
+        if key not in wanted and not explained(key):
             problems.append(
                 Problem(tensor.path.name, key, f"a tensor of a {family.name} with these settings", f"unknown, shape {list(tensor.shape)}")
             )

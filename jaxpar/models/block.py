@@ -13,7 +13,7 @@ from flax import nnx
 from jaxpar.config import ModelConfig
 from jaxpar.models.attention import Attention, Cache
 from jaxpar.models.mlp import MLP
-from jaxpar.models.moe import MoE
+from jaxpar.models.moe import MoE, row_tokens
 from jaxpar.models.options import Options
 from jaxpar.models.parameter import norm, value
 from jaxpar.ops.dropout import dropout
@@ -23,7 +23,7 @@ from jaxpar.parallel.sequence import Boundary
 if TYPE_CHECKING:
     from jaxpar.parallel.stack import Context
 
-ATTENTION, FEED_FORWARD = 0, 1  # the two places of a layer where dropout draws
+ATTENTION, FEED_FORWARD = 0, 1  # the two places of a layer where dropout draws; a router's is 2
 
 
 class Norm(nnx.Module):
@@ -40,12 +40,13 @@ class Norm(nnx.Module):
 class Block(nnx.Module):
     """A pre-norm layer. Activations between blocks lie as `boundary` says."""
 
-    def __init__(self, config: ModelConfig, boundary: Boundary, options: Options):
+    def __init__(self, config: ModelConfig, boundary: Boundary, options: Options, experts: bool = True):
+        """`experts` false makes a dense layer of a model that has experts in others."""
         self.dropout, self.boundary = config.dropout, boundary
         self.attention_norm = Norm(config)
         self.attention = Attention(config, boundary, options)
         self.mlp_norm = Norm(config)
-        self.mlp = MoE(config, boundary, options) if config.moe.experts else MLP(config, boundary, options)
+        self.mlp = MoE(config, boundary, options) if config.moe.experts and experts else MLP(config, boundary, options)
 
     def __call__(self, x_BSD: jax.Array, context: Context) -> tuple[jax.Array, dict[str, jax.Array]]:
         """x as it lies between blocks -> (y likewise, aux: the router's, else empty). Sends two `enter` and two `leave`; experts in the
@@ -70,7 +71,4 @@ class Block(nnx.Module):
         if not self.dropout or "dropout" not in context.shared:
             return y_BSD
         key = jax.random.fold_in(jax.random.fold_in(context.shared["dropout"], context.layer["index"]), place)
-        tokens_S = self.boundary.tokens(y_BSD.shape[1])
-        if "tokens" in context.shared:
-            tokens_S = context.shared["tokens"][tokens_S]
-        return dropout(y_BSD, self.dropout, key, context.batch["rows"], tokens_S)
+        return dropout(y_BSD, self.dropout, key, context.batch["rows"], row_tokens(self.boundary, y_BSD.shape[1], context))

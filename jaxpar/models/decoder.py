@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import jax
 from flax import nnx
@@ -20,13 +21,16 @@ from jaxpar.models import balance
 from jaxpar.models.attention import Cache
 from jaxpar.models.block import Block, Norm
 from jaxpar.models.options import Options
-from jaxpar.models.parameter import stacked, table
+from jaxpar.models.parameter import table
+from jaxpar.models.pattern import FIRST, REST, Group, Segment, declared_layers, segments, unit
 from jaxpar.parallel import vocabulary
-from jaxpar.parallel.sequence import Boundary, Replicated
-from jaxpar.params import Tree, bind, collect, padded_vocabulary
+from jaxpar.parallel.sequence import Boundary
+from jaxpar.params import Tree, bind, collect, merge, padded_vocabulary
 
 if TYPE_CHECKING:
     from jaxpar.parallel.stack import Context
+
+LayerFunction = Callable[[Tree, Any, Any], tuple[Any, Tree]]  # (layer's parameters, x, context) -> (y, aux)
 
 
 class Table(nnx.Module):
@@ -40,12 +44,13 @@ class Decoder(nnx.Module):
     """Declares every parameter of a model; needs no mesh and allocates nothing.
 
     `vocabulary_padded` is `params.padded_vocabulary(config.vocabulary, tensor)`. Blocks are alike, so their parameters are stacked: each
-    leaf of `layers` has a leading dim L. `head` is absent (None) where it is tied to the embedding.
+    leaf of `layers` has a leading dim L. Where some layers have experts and some do not, `pattern.py` says how they lie. `head` is absent
+    (None) where it is tied to the embedding.
     """
 
     def __init__(self, config: ModelConfig, vocabulary_padded: int):
         self.embedding = Table(config, vocabulary_padded, "embedding")
-        self.layers = stacked(Block(config, Replicated(), Options()), config.layers)
+        self.layers = declared_layers(config)
         self.norm = Norm(config)
         self.head = None if config.tied else Table(config, vocabulary_padded, "head")
 
@@ -68,8 +73,9 @@ class DecoderFunctions:
     config: ModelConfig
     boundary: Boundary
     options: Options
-    bind_block: Callable[[Tree], Block]
+    bind_block: Callable[[Tree], Block | Group]
     bind_norm: Callable[[Tree], Norm]
+    bind_first: Callable[[Tree], Block] | None = None
 
     def embed(self, params: Tree, ids_BS: jax.Array, context: Context | None = None, columns: tuple[str, ...] = ()) -> jax.Array:
         """ids[B, S] int32 -> x as it lies between blocks. Reads `embedding`, whose columns may be split over the axes `columns`; sends one
@@ -80,15 +86,41 @@ class DecoderFunctions:
         return vocabulary.embed(table_VD, ids_BS, self.boundary, scale)
 
     def block(self, layer_params: Tree, x_BSD: jax.Array, context: Context) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """One layer: (y, aux), see `Block`. `layer_params` is one slice of `layers`, `context.layer` that layer's."""
-        return self.bind_block(layer_params)(x_BSD, context)
+        """One layer or group: (y, aux), see `Block` and `Group`. `layer_params` is one slice of `layers`, `context.layer` that layer's, its
+        `window` a number or an array. State may come in there as `held`, which no gradient reaches."""
+        return self.bind_block(merge(layer_params, context.layer.get("held", {})))(x_BSD, context)
+
+    def first_block(self, layer_params: Tree, x_BSD: jax.Array, context: Context) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """One of the dense layers before the others."""
+        assert self.bind_first is not None
+        return self.bind_first(layer_params)(x_BSD, context)
+
+    def bound(self, name: str, layer_params: Tree, flags: Tree) -> list[tuple[Block, Tree]]:
+        """The layers of one slice of the stack of that name, each with its own of `flags`: one, or a group's."""
+        bound = self.bind_first(layer_params) if name == FIRST and self.bind_first is not None else self.bind_block(layer_params)
+        return bound.blocks(flags) if isinstance(bound, Group) else [(bound, flags)]
+
+    def blocks(self, segment: Segment) -> tuple[LayerFunction, ...]:
+        """The block of each unit of a stack, its attention windows known while tracing. Units of the same windows share a function."""
+        block = self.first_block if segment.name == FIRST else self.block
+
+        def known(windows: Any, layer_params: Tree, x_BSD: jax.Array, context: Context) -> tuple[jax.Array, dict[str, jax.Array]]:
+            return block(layer_params, x_BSD, context._replace(layer=context.layer | {"window": windows}))
+
+        of = {windows: partial(known, windows) for windows in segment.windows}
+        return tuple(of[windows] for windows in segment.windows)
 
     def block_cached(self, layer_params: Tree, x_BSD: jax.Array, context: Context, cache: Cache) -> tuple[jax.Array, Cache]:
-        """One layer on S new tokens with `key` and `value` [B, M, K_tensor, H] of the earlier ones; see `Attention.cached`."""
-        return self.bind_block(layer_params).cached(x_BSD, context, cache)
+        """One layer on S new tokens with `key` and `value` [B, M, K_tensor, H] of the earlier ones; see `Attention.cached`. For models
+        whose layers are alike."""
+        ((block, _),) = self.bound(REST, layer_params, context.layer)
+        return block.cached(x_BSD, context, cache)
 
-    def loss(self, params: Tree, x_BSD: jax.Array, labels_BS: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """Final norm, head and cross entropy: (sum over this device's valid tokens, aux), see `vocabulary.loss`. labels[B, S], -1 ignored.
+    def loss(
+        self, params: Tree, x_BSD: jax.Array, labels_BS: jax.Array, scale: jax.Array | float = 1.0
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """Final norm, head and cross entropy: (scale times the sum over this device's valid tokens, aux), see `vocabulary.loss`.
+        labels[B, S], -1 ignored.
 
         Reads `norm` and the head's table; sends one `enter` and three scalars a token."""
         settings = vocabulary.LossSettings(
@@ -97,7 +129,7 @@ class DecoderFunctions:
             z_loss=self.options.z_loss,
             softcap=self.config.logit_softcap,
         )
-        return vocabulary.loss(self.normed(params, x_BSD), self.head_table(params), labels_BS, settings)
+        return vocabulary.loss(self.normed(params, x_BSD), self.head_table(params), labels_BS, settings, scale)
 
     @property
     def auxiliary_metrics(self) -> tuple[str, ...]:
@@ -110,7 +142,15 @@ class DecoderFunctions:
         Shares are added up over devices and microbatches of a step, which has `sequences` in all and `accumulation` microbatches. Called
         only where blocks return something.
         """
-        return balance.loss(self.config.moe, aux, sequences, accumulation)
+        return balance.loss(self.config.moe, aux.get(REST, aux), sequences, accumulation)
+
+    def summary(self, sums: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        """Metrics of a step from their sums over its devices and microbatches."""
+        return balance.summary(self.config.moe, sums) if self.config.moe.experts else sums
+
+    def advance(self, held: Tree, metrics: dict[str, jax.Array]) -> Tree:
+        """The state of the model after a step with these metrics."""
+        return balance.corrected(self.config.moe, held, metrics["expert_load"]) if held else held
 
     def logits(self, params: Tree, x_BSD: jax.Array) -> jax.Array:
         """Final norm and head: this device's logits [B, S, V_tensor], float32 or wider, soft cap applied, padding -inf. Sends one
@@ -126,7 +166,8 @@ class DecoderFunctions:
 
 def decoder_functions(config: ModelConfig, boundary: Boundary, options: Options) -> DecoderFunctions:
     """The functions of a model; modules are taken apart here, once."""
-    return DecoderFunctions(config, boundary, options, bind(Block(config, boundary, options)), bind(Norm(config)))
+    *first, rest = (bind(unit(config, boundary, options, segment)) for segment in segments(config))
+    return DecoderFunctions(config, boundary, options, rest, bind(Norm(config)), first[0] if first else None)
 
 
 def cache_shape(config: ModelConfig, tensor: int, rows: int, length: int) -> tuple[int, int, int, int]:

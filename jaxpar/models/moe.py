@@ -16,7 +16,7 @@ from jaxpar.config import ModelConfig, MoeConfig
 from jaxpar.mesh import SEQ, TENSOR
 from jaxpar.models.mlp import MLP
 from jaxpar.models.options import Options
-from jaxpar.models.parameter import matrix
+from jaxpar.models.parameter import bias, matrix, state, value
 from jaxpar.ops import router
 from jaxpar.ops.grouped_matmul import default_block, grouped_matmul
 from jaxpar.ops.grouped_mlp import grouped_mlp
@@ -29,8 +29,15 @@ from jaxpar.parallel.sequence import Boundary
 if TYPE_CHECKING:
     from jaxpar.parallel.stack import Context
 
+ROUTER = 2  # where a layer draws noise, after dropout's two places
 Aux = dict[str, jax.Array]
 GPU_BLOCK = 512  # rows that a block of experts' matmuls should have on a GPU
+
+
+def by_row(factor_R1: jax.Array, bias_GO: nnx.Param | None, sizes_G: jax.Array) -> jax.Array:
+    """Each row's factor times its group's bias, [R, O]: a product with one input, so that gradients need no scatter."""
+    assert bias_GO is not None
+    return grouped_matmul(factor_R1, bias_GO[...][..., None], sizes_G)
 
 
 def router_of(moe: MoeConfig) -> Router:
@@ -45,13 +52,24 @@ def router_of(moe: MoeConfig) -> Router:
     )
 
 
+def splitting(valid_BS: jax.Array) -> tuple[str, ...]:
+    """The axes that split the tokens of a sequence."""
+    return tuple(axis for axis in (SEQ, TENSOR) if axis in collectives.varying(valid_BS))
+
+
+def row_tokens(boundary: Boundary, length: int, context: Context) -> jax.Array:
+    """Index within the row of each of the `length` tokens of this device, [S]; where `seq` splits rows, `tokens` says which it holds."""
+    tokens_S = boundary.tokens(length)
+    return context.shared["tokens"][tokens_S] if "tokens" in context.shared else tokens_S
+
+
 class MoE(nnx.Module):
     """gate, up [E, F, D] and down [E, D, F] with their experts over `expert`; the router [E, D] whole. Shazeer et al. (2017)."""
 
     def __init__(self, config: ModelConfig, boundary: Boundary, options: Options):
         moe, width = config.moe, config.width
-        self.moe, self.boundary, self.activation = moe, boundary, config.activation
-        self.fused = options.expert_fused
+        self.moe, self.boundary, self.activation = moe, boundary, moe.activation or config.activation
+        self.fused = options.expert_fused and not moe.biases
         self.dispatch = Dispatch(
             experts=moe.experts,
             axes=options.expert_axes,
@@ -65,9 +83,14 @@ class MoE(nnx.Module):
         self.columns = options.expert_columns
         shape, axes = (moe.experts, moe.width, width), ("experts", "expert_mlp", "embed")
         self.router = matrix((moe.experts, width), ("router", "embed"), 1, config.init_std)
+        self.correction = state((moe.experts,), ("router",)) if moe.correction else None
         self.gate = matrix(shape, axes, 2, config.init_std)
         self.up = matrix(shape, axes, 2, config.init_std)
         self.down = matrix((shape[0], width, moe.width), ("experts", "embed", "expert_mlp"), 2, config.init_std)
+        self.router_bias = bias((moe.experts,), ("router",)) if moe.biases else None
+        self.gate_bias = bias(shape[:2], axes[:2]) if moe.biases else None
+        self.up_bias = bias(shape[:2], axes[:2]) if moe.biases else None
+        self.down_bias = bias((moe.experts, width), ("experts", "embed")) if moe.biases else None
         self.shared = MLP(config, boundary, options, moe.shared_width) if moe.shared_width else None
 
     def __call__(self, x_BSD: jax.Array, context: Context) -> tuple[jax.Array, Aux]:
@@ -75,14 +98,37 @@ class MoE(nnx.Module):
         E + 1 counts a sequence over the axes that split its tokens."""
         batch, length, _ = x_BSD.shape
         valid_BS = self.valid(x_BSD, context)
-        logits_BSE = self.logits(x_BSD)
-        weights_TK, chosen_TK = router.select(router_of(self.moe), logits_BSE.reshape(batch * length, -1), valid_T=valid_BS.reshape(-1))
+        logits_BSE = self.logits(self.jittered(x_BSD, context))
+        weights_TK, chosen_TK = self.routed(logits_BSE, valid_BS)
         weights_BSK, chosen_BSK = (each.reshape(batch, length, -1) for each in (weights_TK, chosen_TK))
         y_BSD, lost = (self.by_columns if self.columns else self.dispatched)(x_BSD, weights_BSK, chosen_BSK)
         if self.shared is not None:
             y_BSD = y_BSD + self.shared(x_BSD)
         aux = self.aux(logits_BSE, chosen_TK.reshape(batch, length, -1), valid_BS)
         return y_BSD, {**aux, "overflow": lost.overflow, "dropped": lost.dropped}
+
+    def routed(self, logits_BSE: jax.Array, valid_BS: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Weights and experts of each token, ([T, K], [T, K]). Experts that choose need whole sequences: B S (E + 1) numbers are gathered
+        over the axes that split them, and K is E."""
+        experts = logits_BSE.shape[-1]
+        if self.moe.router != "expert_choice":
+            return router.select(router_of(self.moe), logits_BSE.reshape(-1, experts), value(self.correction), valid_BS.reshape(-1))
+        length, axes = logits_BSE.shape[1], splitting(valid_BS)
+        seen_BSE, real_BS = jax.lax.stop_gradient(logits_BSE), valid_BS
+        if axes:
+            seen_BSE, real_BS = (collectives.all_gather(a, axes, 1) for a in (seen_BSE, real_BS))
+        taken_BSE = router.taken(seen_BSE, max(1, seen_BSE.shape[1] * self.moe.per_token // experts), real_BS)
+        if axes:
+            taken_BSE = jax.lax.dynamic_slice_in_dim(taken_BSE, collectives.axis_index(axes) * length, length, axis=1)
+        weights_BSE, chosen_BSE = router.expert_choice(logits_BSE, taken_BSE)
+        return (weights_BSE * self.moe.scale).reshape(-1, experts), chosen_BSE.reshape(-1, experts)
+
+    def jittered(self, x_BSD: jax.Array, context: Context) -> jax.Array:
+        """What the router reads: in training, which brings a key, with noise."""
+        if not self.moe.jitter or "dropout" not in context.shared:
+            return x_BSD
+        key = jax.random.fold_in(jax.random.fold_in(context.shared["dropout"], context.layer["index"]), ROUTER)
+        return router.jitter(x_BSD, self.moe.jitter, key, context.batch["rows"], row_tokens(self.boundary, x_BSD.shape[1], context))
 
     def dispatched(self, x_BSD: jax.Array, weights_BSK: jax.Array, chosen_BSK: jax.Array) -> tuple[jax.Array, expert.Lost]:
         """Routed tokens through this device's part of the experts, and what was not computed."""
@@ -101,7 +147,8 @@ class MoE(nnx.Module):
     def logits(self, x_BSD: jax.Array) -> jax.Array:
         """[B, S, E] in float32, float64 where x is; the router's weights were rounded to the compute dtype like all others."""
         dtype = jnp.promote_types(x_BSD.dtype, jnp.float32)
-        return jnp.einsum("bsd,ed->bse", x_BSD.astype(dtype), self.router[...].astype(dtype))
+        logits_BSE = jnp.einsum("bsd,ed->bse", x_BSD.astype(dtype), self.router[...].astype(dtype))
+        return logits_BSE if self.router_bias is None else logits_BSE + self.router_bias[...].astype(dtype)
 
     def experts(self, rows_RD: jax.Array, weights_R: jax.Array, sizes_G: jax.Array) -> jax.Array:
         """This device's experts on rows sorted by expert, results times the rows' weights."""
@@ -111,8 +158,16 @@ class MoE(nnx.Module):
             return grouped_mlp(rows_RD, weights_R, gate_GFD, up_GFD, down_GDF, sizes_G, self.activation, block)
         gate_RF = checkpoint_name(grouped_matmul(rows_RD, gate_GFD, sizes_G, block), "mlp_gate")
         up_RF = checkpoint_name(grouped_matmul(rows_RD, up_GFD, sizes_G, block), "mlp_up")
+        if self.moe.biases:
+            ones_R1 = jnp.ones_like(rows_RD[:, :1])
+            gate_RF, up_RF = (a + by_row(ones_R1, b, sizes_G) for a, b in ((gate_RF, self.gate_bias), (up_RF, self.up_bias)))
         hidden_RF = gated(gate_RF, up_RF, self.activation)
-        return grouped_matmul((hidden_RF.astype(weights_R.dtype) * weights_R[:, None]).astype(hidden_RF.dtype), down_GDF, sizes_G, block)
+        hidden_RF = (hidden_RF.astype(weights_R.dtype) * weights_R[:, None]).astype(hidden_RF.dtype)
+        y_RD = grouped_matmul(hidden_RF, down_GDF, sizes_G, block)
+        if not self.moe.biases:
+            return y_RD
+        once_R = weights_R * (collectives.axis_index(TENSOR) == 0) if self.columns else weights_R  # of the sum over `tensor`
+        return y_RD + by_row(once_R[:, None].astype(y_RD.dtype), self.down_bias, sizes_G)
 
     def valid(self, x_BSD: jax.Array, context: Context) -> jax.Array:
         """Which of this device's tokens are no padding: bool [B, S]. A batch without segments has none."""
@@ -124,7 +179,7 @@ class MoE(nnx.Module):
     def aux(self, logits_BSE: jax.Array, chosen_BSK: jax.Array, valid_BS: jax.Array) -> Aux:
         """What the router's losses and metrics need, additive over sequences and devices: `load` [E] int32, `share` [E], and the sums
         over sequences of `balance` and of the means over a sequence's tokens of `z` and `entropy`."""
-        experts, axes = self.moe.experts, tuple(axis for axis in (SEQ, TENSOR) if axis in collectives.varying(valid_BS))
+        experts, axes = self.moe.experts, splitting(valid_BS)
         score_BSE = router.scores(logits_BSE, self.moe.router)
         load_BE, tokens_B = router.count(chosen_BSK, experts), valid_BS.sum(1, dtype=jnp.int32)
         share_BE = router.shares(score_BSE, valid_BS)

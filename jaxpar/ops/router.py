@@ -2,7 +2,7 @@
 
     scores           logits -> a score per expert, in [0, 1]
     select           scores -> the k experts of each token and their weights
-    expert_choice    scores -> the tokens that each expert takes of each sequence
+    taken, expert_choice   scores -> the tokens that each expert takes of each sequence, and the experts of each token from that
     jitter           noise on the router's input
     count            tokens per expert
     sequence_balance, load_balance, z_loss, entropy
@@ -10,7 +10,7 @@
 Everything is float32 (float64 where logits are). A token that is padding is given expert E, which nobody owns, and weight 0; no count,
 loss or entropy sees it.
 
-Dims: B batch, S sequence, T tokens, D model width, E experts, K chosen experts of a token, C tokens that an expert takes of a sequence.
+Dims: B batch, S sequence, T tokens, D model width, E experts, K chosen experts of a token.
 """
 
 from __future__ import annotations
@@ -64,7 +64,8 @@ def select(
     """The experts of each token, largest first, and their weights: ([T, K], [T, K] int32). The lower expert wins a tie.
 
     `bias` is added to the scores for the choice only, never to the weights: auxiliary-loss-free balancing (Wang et al. 2024, eq. 3). It has
-    no gradient. Tokens that are not `valid` get expert E and weight 0.
+    no gradient. Tokens that are not `valid` get expert E and weight 0; one of whose logits any is NaN or infinite gets NaN, which the
+    step's guard sees in the loss.
     """
     experts = logits_TE.shape[-1]
     assert router.k <= experts and experts % router.groups == 0, f"{router} of {experts} experts"
@@ -79,7 +80,9 @@ def select(
         weights_TK = jax.nn.softmax(weights_TK, axis=-1)
     elif router.normalise:
         weights_TK = weights_TK / (weights_TK.sum(-1, keepdims=True) + 1e-20)
-    weights_TK = weights_TK * router.scale
+    # A sort may put not-a-number last, and nobody would see it in the loss.
+    broken_T1 = ~(logits < jnp.inf).all(-1, keepdims=True)
+    weights_TK = jnp.where(broken_T1, jnp.nan, weights_TK * router.scale)
     if valid_T is not None:
         weights_TK = jnp.where(valid_T[:, None], weights_TK, 0)
         chosen_TK = jnp.where(valid_T[:, None], chosen_TK, experts)
@@ -96,29 +99,42 @@ def _allowed(router: Router, choice_TE: jax.Array) -> jax.Array:
     return jnp.repeat(allowed, experts // router.groups, axis=1)
 
 
-def expert_choice(logits_BSE: jax.Array, taken: int, valid_BS: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
-    """Each expert takes the `taken` tokens of each sequence that score highest for it: (weights [B, E, C], tokens [B, E, C] int32).
+def taken(logits_BSE: jax.Array, count: int, valid_BS: jax.Array) -> jax.Array:
+    """Which tokens each expert takes, bool [B, S, E]: of each sequence the `count` valid ones that score highest, the earlier at a tie.
 
-    Scores are a softmax over experts. No expert takes padding: where a sequence has fewer valid tokens, token S with weight 0 stands in.
-    Needs whole sequences: a token's fate depends on later ones, so a model that decodes should not be trained so. Zhou et al. (2022),
-    section 3.2.
+    Scores are a softmax over experts. Needs whole sequences: a token's fate depends on later ones, so such a model cannot generate. Where a
+    sequence has fewer valid tokens, its experts take fewer. Zhou et al., "Expert Choice Routing" (2022), section 3.2.
     """
-    sequence = logits_BSE.shape[1]
-    assert 1 <= taken <= sequence, f"{taken} tokens of {sequence}"
-    weights_BES = jnp.swapaxes(scores(logits_BSE, "softmax_topk"), 1, 2)
-    choice_BES = lax.stop_gradient(weights_BES)
-    if valid_BS is not None:
-        choice_BES = jnp.where(valid_BS[:, None, :], choice_BES, -1)
-    best_BEC, tokens_BEC = lax.top_k(choice_BES, taken)
-    weights_BEC = jnp.take_along_axis(weights_BES, tokens_BEC, axis=-1)
-    real = best_BEC >= 0
-    return jnp.where(real, weights_BEC, 0), jnp.where(real, tokens_BEC, sequence).astype(jnp.int32)
+    assert 1 <= count <= logits_BSE.shape[1], f"{count} tokens of {logits_BSE.shape[1]}"
+    choice_BSE = jnp.where(valid_BS[..., None], -scores(logits_BSE, "softmax_topk"), jnp.inf)
+    rank_BSE = jnp.argsort(jnp.argsort(choice_BSE, axis=1, stable=True), axis=1)
+    return (rank_BSE < count) & valid_BS[..., None]
 
 
-def jitter(x: jax.Array, amount: float, key: jax.Array) -> jax.Array:
-    """x times noise that is uniform in [1 - amount, 1 + amount], an element each. Fedus et al., Switch Transformer (2021), section 2.2."""
-    noise = jax.random.uniform(key, x.shape, jnp.promote_types(x.dtype, jnp.float32), 1 - amount, 1 + amount)
-    return (x * noise).astype(x.dtype)
+def expert_choice(logits_BSE: jax.Array, taken_BSE: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Weights and experts of tokens of which `taken` says who takes them, E places a token: ([B, S, E], [B, S, E] int32), expert E and
+    weight 0 where none does; weights are scores, NaN where a logit is NaN or infinite, as `select`'s."""
+    experts = logits_BSE.shape[-1]
+    broken_BS1 = ~(logits_BSE < jnp.inf).all(-1, keepdims=True)
+    weights_BSE = jnp.where(broken_BS1, jnp.nan, scores(logits_BSE, "softmax_topk"))
+    return jnp.where(taken_BSE, weights_BSE, 0), jnp.where(taken_BSE, jnp.arange(experts, dtype=jnp.int32), experts)
+
+
+def jitter(x_BSD: jax.Array, amount: float, key: jax.Array, rows_B: jax.Array, tokens_S: jax.Array) -> jax.Array:
+    """x times noise that is uniform in [1 - amount, 1 + amount], an element each. Fedus et al., Switch Transformer (2021), section 2.2.
+
+    The noise is a function of (key, row, token, feature) alone, as `dropout`'s mask is, so that no sharding changes it. Fold seed, step and
+    layer into the key.
+    """
+    dtype = jnp.promote_types(x_BSD.dtype, jnp.float32)
+
+    def token(row_key: jax.Array, place: jax.Array) -> jax.Array:
+        return jax.random.bits(jax.random.fold_in(row_key, place), x_BSD.shape[-1:], jnp.uint32)
+
+    row_keys = jax.vmap(lambda row: jax.random.fold_in(key, row))(rows_B)
+    bits_BSD = jax.vmap(jax.vmap(token, (None, 0)), (0, None))(row_keys, tokens_S)
+    noise_BSD = 1 + amount * (bits_BSD.astype(dtype) * 2.0**-31 - 1)
+    return (x_BSD * noise_BSD).astype(x_BSD.dtype)
 
 
 def count(chosen_BSK: jax.Array, experts: int) -> jax.Array:

@@ -17,16 +17,17 @@ so that parts, microbatches and devices can be added. `daux` holds the gradients
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
-from jaxpar.parallel import collectives, remat, split, stacked
+from jaxpar.parallel import collectives, remat, runs, split, stacked
+from jaxpar.parallel.joint import Block
+from jaxpar.parallel.runs import Place, Run
 from jaxpar.parallel.stacked import add_at, length, pick
 
 Tree = Any
@@ -44,26 +45,39 @@ class Context(NamedTuple):
     layer: dict[str, Any]
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["parts", "context", "last", "weights"], meta_fields=["cut"])
+@partial(jax.tree_util.register_dataclass, data_fields=["parts", "context", "last", "weights"], meta_fields=["cuts", "runs"])
 @dataclass(frozen=True)
 class Saved:
-    """What the forward leaves for the backward. `parts`: for each part of the batch, the kept values stacked over layers [L, ...].
+    """What the forward leaves for the backward. `parts[run][position]`: for each part of the batch, the kept values of the layers there,
+    stacked over groups (`runs.py`); where all layers are alike, of all layers. `cuts`: the programs of each kind of layer.
 
-    Where weights are gathered layer by layer, the last layer stands outside the loop: `parts` then holds L - 1 layers, `last` the kept
-    values of the last, `weights` its gathered weights but those gathered `again`, with which the backward begins at once.
+    Where weights are gathered layer by layer, the last layer stands outside the loops: `parts` then lacks it, `last` are the kept values
+    of the last, `weights` its gathered weights but those gathered `again`, with which the backward begins at once.
     """
 
     parts: tuple[tuple[Any, ...], ...]
     context: tuple[Context, ...]
-    cut: split.Cut
+    cuts: tuple[split.Cut, ...]
+    runs: tuple[Run, ...]
     last: tuple[tuple[Any, ...], ...] | None = None
     weights: Tree | None = None
+
+    def here(self, at: Place) -> list[Context]:
+        """What a layer reads, for each part of the batch."""
+        return [c._replace(layer=pick(c.layer, at.layer)) for c in self.context]
+
+    def of(self, at: Place, dys: Any) -> tuple[Any, Any]:
+        """dys, and the layer's kept values; outside a loop behind a barrier, or XLA would keep what is to be computed again."""
+        kept = runs.stored(self.parts, at)
+        return (dys, kept) if at.in_loop else collectives.barrier((dys, kept))
 
 
 @dataclass(frozen=True, eq=False)
 class LayerStack:
-    """A stack of one `block(layer, x, context) -> (y, aux)`.
+    """A stack of `block(layer, x, context) -> (y, aux)`.
 
+    block:   one for all layers, or a tuple with that of each. Layers with the same function are alike; where they alternate, an
+             iteration of the loop holds one of each, so that what differs (an attention window) is known while tracing.
     keep:    remat policy.
     gather:  shards of one layer -> whole local weights (ZeRO-3); None: `layers` are whole.
     reduce:  local gradients of one layer -> what the accumulation buffer holds (ZeRO-2, -3); None: they are added as they are.
@@ -71,7 +85,7 @@ class LayerStack:
     again:   names in a layer whose weights are not held from the last layer's forward to its backward, with `gather`.
     """
 
-    block: Callable[[Tree, Any, Context], tuple[Any, Tree]]
+    block: Block | tuple[Block, ...]
     keep: remat.Policy
     gather: Callable[[Tree], Tree] | None = None
     reduce: Callable[[Tree], Tree] | None = None
@@ -87,31 +101,36 @@ class LayerStack:
         xs, contexts = stacked.cut(x, self.parts), _cut_context(context, self.parts)
         layer_types = jax.eval_shape(lambda: self._whole(pick(layers, 0)))
         first = contexts[0]._replace(layer=pick(context.layer, 0))
-        cut = split.cut(self.block, layer_types, xs[0], first, self.keep, fused_loops=self.fused_loops)
+        blocks = self.block if isinstance(self.block, tuple) else (self.block,) * length(layers)
+        assert len(blocks) == length(layers), f"{len(blocks)} blocks for {length(layers)} layers"
+        kinds = runs.number(blocks)
+        cut = partial(split.cut, params=layer_types, x=xs[0], context=first, keep=self.keep, fused_loops=self.fused_loops)
+        cuts = tuple(map(cut, dict.fromkeys(blocks)))
 
-        def layer(weights: Tree, xs: tuple[Any, ...], flags: Tree, due: Tree = None) -> tuple[tuple[Any, ...], tuple[Any, Any], Tree]:
-            results, due = cut.forward_parts(weights, xs, [c._replace(layer=flags) for c in contexts], due)
+        def layer(kind: int, weights: Tree, xs: tuple[Any, ...], i: Any, due: Tree = None) -> tuple[tuple[Any, ...], tuple[Any, Any], Tree]:
+            here = [c._replace(layer=pick(context.layer, i)) for c in contexts]
+            results, due = cuts[kind].forward_parts(weights, xs, here, due)
             return tuple(r[0] for r in results), (stacked.add([r[1] for r in results]), tuple(r[2] for r in results)), due
 
         if self.gather is None:
-            ys, (aux, saved) = lax.scan(lambda xs, inputs: layer(inputs[0], xs, inputs[1])[:2], xs, (layers, context.layer))
-            return stacked.join(ys), Saved(saved, tuple(contexts), cut), aux
+            order = runs.fold(kinds)
+            ys, outs = runs.walk(order, lambda xs, at: layer(at.kind, pick(layers, at.layer), xs, at.layer)[:2], xs)
+            return stacked.join(ys), Saved(runs.each(outs, 1), tuple(contexts), cuts, order), runs.joined(runs.each(outs, 0))
 
-        def body(carry: Any, i: Any) -> tuple[Any, Any]:
+        def body(carry: Any, at: Place) -> tuple[Any, Any]:
             xs, weights = carry
-            ys, out, following = layer(weights, xs, pick(context.layer, i), due=self._whole(pick(layers, i + 1)))
+            ys, out, following = layer(at.kind, weights, xs, at.layer, due=self._whole(pick(layers, at.layer + 1)))
             return (ys, following), out
 
-        end = length(layers) - 1
-        (xs, weights), (aux, saved) = lax.scan(body, (xs, self._whole(pick(layers, 0))), jnp.arange(end))
-        ys, (last_aux, last), _ = layer(weights, xs, pick(context.layer, end))
-        aux = jax.tree.map(lambda a, b: jnp.concatenate([a, b[None]]), aux, last_aux)
+        end, order = length(layers) - 1, runs.fold(kinds[:-1])
+        (xs, weights), outs = runs.walk(order, body, (xs, self._whole(pick(layers, 0))))
+        ys, (last_aux, last), _ = layer(kinds[end], weights, xs, end)
+        aux = runs.joined([*runs.each(outs, 0), [jax.tree.map(lambda a: a[None], last_aux)]])
         held = {name: weight for name, weight in weights.items() if name not in self.again}
-        return stacked.join(ys), Saved(saved, tuple(contexts), cut, last, held), aux
+        return stacked.join(ys), Saved(runs.each(outs, 1), tuple(contexts), cuts, runs.followed(order, kinds[end]), last, held), aux
 
     def _shards_again(self, layers: Tree) -> Tree:
-        """Of the last layer, what its backward gathers again."""
-        return {name: pick(layers[name], length(layers) - 1) for name in self.again}
+        return {name: pick(layers[name], length(layers) - 1) for name in self.again}  # of the last layer
 
     def _whole(self, shards: Tree) -> Tree:
         return self.gather(shards) if self.gather is not None else shards
@@ -121,70 +140,73 @@ class LayerStack:
     ) -> tuple[Any, Tree]:
         """dy [B, S, D] -> dx [B, S, D] and the gradients of all layers, added to `grads` (in its dtype) when given.
 
-        `before`, used where layers are gathered or reduced one by one: values that shall be there before the last layer begins, such as
-        the head's gradient in a narrow dtype; the float32 one would else wait in memory beside a layer's working set.
+        `before`, used where layers are gathered or reduced one by one: what shall be there before the last layer begins, such as the head's
+        gradient in a narrow dtype; the float32 one would else wait in memory beside a layer's working set.
 
         Bytes moved: the block's collectives, with `gather` each layer's weights once more, with `reduce` each layer's gradients once.
         """
-
-        def layer(weights: Tree, kept: Any, dys: tuple[Any, ...], daux: list[Any], flags: Tree, due: Tree = None) -> tuple[Any, Tree, Tree]:
-            results, due = saved.cut.backward_parts(weights, kept, [c._replace(layer=flags) for c in saved.context], dys, daux, due)
-            return tuple(r[0] for r in results), stacked.add([r[1] for r in results]), due
-
         if self.gather is not None or self.reduce is not None:
-            return self._backward_one_by_one(layer, layers, saved, dy, daux, grads, before)
+            return self._backward_one_by_one(layers, saved, dy, daux, grads, before)
+        apart = grads is None and len(saved.runs) == len(saved.cuts) == 1  # each layer's gradients are put out, in order
 
-        def body(carry: Any, inputs: Any) -> tuple[Any, Any]:
-            (i, kept, daux, flags), weights = inputs
-            dys, dparams, _ = layer(weights, kept, carry[0], daux, flags)
-            if grads is None:
-                return (dys, None), dparams
-            return (dys, add_at(carry[1], dparams, i)), None
+        def body(carry: Any, at: Place) -> tuple[Any, Any]:
+            dys, total = carry
+            dys, kept = saved.of(at, dys)
+            dys, dparams, _ = _backward_layer(saved, at, pick(layers, at.layer), kept, dys, daux)
+            return ((dys, None), dparams) if apart else ((dys, add_at(total, dparams, at.layer)), None)
 
-        steps = (jnp.arange(length(layers)), saved.parts, daux, saved.context[0].layer)
-        (dxs, total), separate = lax.scan(body, (stacked.cut(dy, self.parts), grads), (steps, layers), reverse=True)
-        return stacked.join(dxs), separate if grads is None else total
+        if grads is None and not apart:
+            grads = jax.tree.map(lambda w: collectives.zeros(w, collectives.varying_of(w)), jax.eval_shape(lambda: layers))
+        (dxs, total), separate = runs.walk(saved.runs, body, (stacked.cut(dy, self.parts), grads), reverse=True)
+        return stacked.join(dxs), runs.joined(separate) if apart else total
 
     def _backward_one_by_one(
-        self, layer: Any, layers: Tree, saved: Saved, dy: Any, daux: list[Any], grads: Tree | None, before: Tree
+        self, layers: Tree, saved: Saved, dy: Any, daux: list[Any], grads: Tree | None, before: Tree
     ) -> tuple[Any, Tree]:
         """`backward` where layers are gathered or reduced one by one: behind the compute of layer i travel the weights of layer i - 1 and
         the gradients of layer i + 1.
 
         The last layer, which has nobody's gradients to reduce, and under ZeRO-3 the first, which has nobody's weights to gather, stand
-        outside the loop: inside it they would send a layer of zeros and a layer of weights for nothing.
+        outside the loops, with the rest of their group: inside they would send a layer of zeros and a layer of weights for nothing.
         """
-        end, gathered, flags = length(layers) - 1, self.gather is not None, saved.context[0].layer
-        reduce = self.reduce if self.reduce is not None else lambda tree: tree
+        end, gathered, reduce = length(layers) - 1, self.gather is not None, self.reduce or (lambda tree: tree)
 
-        def step(i: Any, kept: Any, dys: Any, weights: Tree, ahead: bool) -> tuple[Any, Tree, Tree]:
-            """dx of layer i, its gradients, and the weights of the layer before."""
-            following = self._whole(pick(layers, i - 1)) if ahead else None
-            return layer(weights if gathered else pick(layers, i), kept, dys, pick(daux, i), pick(flags, i), due=following)
+        def step(at: Place, kept: Any, dys: Any, weights: Tree, ahead: bool) -> tuple[Any, Tree, Tree]:
+            """dx of a layer, its gradients, and the weights of the layer before."""
+            shards = pick(layers, at.layer - 1) if ahead else None
+            if not at.in_loop:  # or layer 0, gathered before the forward's loop, would be kept whole until here
+                dys, shards = collectives.barrier((dys, shards))
+            following = self._whole(shards) if ahead else None
+            return _backward_layer(saved, at, weights if gathered else pick(layers, at.layer), kept, dys, daux, following)
 
+        def body(carry: Any, at: Place, ahead: bool = gathered) -> tuple[Any, None]:
+            dys, weights, waiting, grads = carry
+            grads = add_at(grads, reduce(waiting), at.layer + 1)
+            dys, kept = saved.of(at, dys)
+            dys, dparams, following = step(at, kept, dys, weights, ahead)
+            return (dys, following, dparams, grads), None
+
+        between, (last_group,) = runs.without_last(saved.runs)
+        *others, at = runs.places(last_group)
         dys = stacked.cut(dy, self.parts)
-        last = saved.last if saved.last is not None else pick(saved.parts, end)
+        kept = saved.last if saved.last is not None else runs.stored(saved.parts, at)
         # Behind a barrier, or what the forward did not keep would be kept after all.
-        dys, last, shards, _ = collectives.barrier((dys, last, self._shards_again(layers) if gathered else {}, before))
+        dys, kept, shards, _ = collectives.barrier((dys, kept, self._shards_again(layers) if gathered else {}, before))
         weights = {**saved.weights, **self._whole(shards)} if saved.weights is not None else None
-        dys, waiting, weights = step(end, last, dys, weights, gathered and end > 0)
+        dys, waiting, weights = step(at, kept, dys, weights, gathered and end > 0)
         if grads is None:
             part = jax.eval_shape(reduce, waiting)
             grads = jax.tree.map(
                 lambda t: collectives.zeros(jax.ShapeDtypeStruct((end + 1, *t.shape), t.dtype), collectives.varying_of(t)), part
             )
-
-        def body(carry: Any, i: Any) -> tuple[Any, None]:
-            dys, weights, waiting, grads = carry
-            grads = add_at(grads, reduce(waiting), i + 1)
-            dys, dparams, following = step(i, pick(saved.parts, i), dys, weights, gathered)
-            return (dys, following, dparams, grads), None
-
-        if (start := int(gathered)) < end:
-            (dys, weights, waiting, grads), _ = lax.scan(body, (dys, weights, waiting, grads), jnp.arange(start, end), reverse=True)
-        if gathered and end > 0:
-            grads = add_at(grads, reduce(waiting), 1)
-            dys, waiting, _ = step(0, pick(saved.parts, 0), dys, weights, False)
+        carry = (dys, weights, waiting, grads)
+        for at in reversed(others):
+            carry, _ = body(carry, at)
+        first, between = runs.without_first(between) if gathered and between else ((), between)
+        carry, _ = runs.walk(between, body, carry, reverse=True)
+        for at in reversed([at for run in first for at in runs.places(run)]):
+            carry, _ = body(carry, at, ahead=at.layer > 0)
+        dys, _, waiting, grads = carry
         return stacked.join(dys), add_at(grads, reduce(waiting), 0)
 
     def backward_input(self, layers: Tree, saved: Saved, dy: Any, daux: list[Any]) -> tuple[Any, tuple[Any, ...]]:
@@ -194,57 +216,54 @@ class LayerStack:
         Bytes moved: the block's collectives, with `gather` each layer's weights once. AssertionError where the block cannot be split, see
         `Cut.check_split`, unless its loops were declared fused.
         """
-        if not self.fused_loops:
-            saved.cut.check_split()
+        for cut in () if self.fused_loops else saved.cuts:
+            cut.check_split()
 
-        def layer(weights: Tree, dys: Any, inputs: Any) -> tuple[Any, Any]:
-            kept, daux, flags = inputs
+        def layer(weights: Tree, dys: Any, at: Place, kept: Any) -> tuple[Any, Any]:
+            here = [c._replace(layer=pick(c.layer, at.layer)) for c in saved.context]
             results = [
-                saved.cut.backward_input(weights, k, c._replace(layer=flags), dy, daux)
-                for k, c, dy in zip(kept, saved.context, dys, strict=True)
+                saved.cuts[at.kind].backward_input(weights, k, c, dy, pick(daux, at.layer))
+                for k, c, dy in zip(kept, here, dys, strict=True)
             ]
             return tuple(r[0] for r in results), tuple(r[1] for r in results)
 
-        flags = saved.context[0].layer
-        dys = stacked.cut(dy, self.parts)
-        if saved.last is None:
-            steps = (saved.parts, daux, flags)
-            dxs, deferred = lax.scan(lambda dys, inputs: layer(inputs[1], dys, inputs[0]), dys, (steps, layers), reverse=True)
-            return stacked.join(dxs), deferred
-
-        def body(carry: Any, inputs: Any) -> tuple[Any, Any]:
-            (dys, weights), (i, kept) = carry, inputs
-            following = self._whole(pick(layers, jnp.maximum(i - 1, 0)))
-            dys, deferred = layer(weights, dys, (kept, pick(daux, i), pick(flags, i)))
+        def body(carry: Any, at: Place) -> tuple[Any, Any]:
+            dys, weights = carry
+            following = self._whole(pick(layers, jnp.maximum(at.layer - 1, 0))) if gathered else None
+            dys, kept = saved.of(at, dys)
+            dys, deferred = layer(weights if gathered else pick(layers, at.layer), dys, at, kept)
             return (dys, following), deferred
 
-        end = length(layers) - 1
-        weights = {**(saved.weights or {}), **self._whole(self._shards_again(layers))}
-        dys, last = layer(weights, dys, (saved.last, pick(daux, end), pick(flags, end)))
-        start = (dys, self._whole(pick(layers, max(end - 1, 0))))
-        (dxs, _), deferred = lax.scan(body, start, (jnp.arange(end), saved.parts), reverse=True)
-        return stacked.join(dxs), (deferred, last)
+        order: Sequence[Run] = saved.runs
+        gathered, dys, weights = saved.last is not None, stacked.cut(dy, self.parts), None
+        if gathered:
+            *order, alone = saved.runs
+            whole = {**(saved.weights or {}), **self._whole(self._shards_again(layers))}
+            dys, last = layer(whole, dys, runs.places(alone)[0], saved.last)
+            weights = self._whole(pick(layers, max(length(layers) - 2, 0)))
+        (dxs, _), deferred = runs.walk(order, body, (dys, weights), reverse=True)
+        return stacked.join(dxs), (deferred, last) if gathered else deferred
 
     def backward_weight(self, saved: Saved, deferred: tuple[Any, ...], grads: Tree) -> Tree:
         """The rest of `backward`: adds every layer's gradients to `grads`. Reads no weight.
 
         Bytes moved: with `reduce` each layer's gradients once, right behind the matmuls that made them.
         """
-        reduce = self.reduce if self.reduce is not None else lambda tree: tree
-        flags = saved.context[0].layer
+        reduce = self.reduce or (lambda tree: tree)
 
-        def add(grads: Tree, i: Any, kept: Any, deferred: Any) -> Tree:
-            here = [c._replace(layer=pick(flags, i)) for c in saved.context]
-            parts = [saved.cut.backward_weight(k, d, c) for k, d, c in zip(kept, deferred, here, strict=True)]
-            return add_at(grads, reduce(stacked.add(parts)), i)
+        def add(grads: Tree, at: Place, kept: Any, deferred: Any) -> Tree:
+            parts = [saved.cuts[at.kind].backward_weight(k, d, c) for k, d, c in zip(kept, deferred, saved.here(at), strict=True)]
+            return add_at(grads, reduce(stacked.add(parts)), at.layer)
 
-        layers = length(grads)
+        order: Sequence[Run] = saved.runs
         if saved.last is not None:
-            deferred, last = deferred
-            layers -= 1
-            grads = add(grads, layers, saved.last, last)
-        steps = (jnp.arange(layers), saved.parts, deferred)
-        return lax.scan(lambda grads, inputs: (add(grads, *inputs), None), grads, steps)[0]
+            (deferred, last), (*order, alone) = deferred, saved.runs
+            grads = add(grads, runs.places(alone)[0], saved.last, last)
+
+        def body(grads: Tree, at: Place) -> tuple[Tree, None]:
+            return add(grads, at, runs.stored(saved.parts, at), runs.stored(deferred, at)), None
+
+        return runs.walk(order, body, grads)[0]
 
     def differentiable(self, layers: Tree, x: Any, context: Context) -> tuple[Any, Tree]:
         """`forward` that `jax.grad` may go through: y and aux, gradients by `backward`, in the dtype of `layers`."""
@@ -272,3 +291,11 @@ class LayerStack:
 def _cut_context(context: Context, parts: int) -> list[Context]:
     pieces = {name: stacked.cut(leaf, parts) for name, leaf in context.batch.items()}
     return [context._replace(batch={name: piece[n] for name, piece in pieces.items()}) for n in range(parts)]
+
+
+def _backward_layer(
+    saved: Saved, at: Place, weights: Tree, kept: Any, dys: tuple[Any, ...], daux: list[Any], due: Tree = None
+) -> tuple[Any, Tree, Tree]:
+    """dx of a layer, its gradients, and `due`."""
+    results, due = saved.cuts[at.kind].backward_parts(weights, kept, saved.here(at), dys, pick(daux, at.layer), due)
+    return tuple(r[0] for r in results), stacked.add([r[1] for r in results]), due

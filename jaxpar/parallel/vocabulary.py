@@ -33,6 +33,7 @@ from jaxpar.parallel.sequence import Boundary
 
 Pair = tuple[jax.Array, jax.Array]
 Triple = tuple[jax.Array, jax.Array, jax.Array]
+Saved = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
 
 
 def _first_id(rows: int) -> jax.Array:
@@ -104,26 +105,30 @@ class LossSettings:
     softcap: float | None = None
 
 
-def loss(x_TD: jax.Array, table_VD: jax.Array, labels_T: jax.Array, settings: LossSettings) -> tuple[jax.Array, dict[str, jax.Array]]:
+def loss(
+    x_TD: jax.Array, table_VD: jax.Array, labels_T: jax.Array, settings: LossSettings, scale: jax.Array | float = 1.0
+) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Output projection and cross entropy in one, over a vocabulary split over `tensor`.
 
-    x[..., D], labels[...] int32 (-1: ignored), table[V_tensor, D] -> (sum over this device's valid tokens of cross entropy + z-loss,
-    aux); aux holds `cross_entropy` and `z_loss`, the two sums, not differentiated, and `tokens`, the int32 count of valid ones. All are
-    equal over `tensor` and vary over whatever axes the batch does. `x` comes from `Boundary.enter`.
+    x[..., D], labels[...] int32 (-1: ignored), table[V_tensor, D], scale[] -> (scale times the sum over this device's valid tokens of
+    cross entropy + z-loss, aux); aux holds `cross_entropy` and `z_loss`, the two sums without the scale, not differentiated, and `tokens`,
+    the int32 count of valid ones. All are equal over `tensor` and vary over whatever axes the batch does. `x` comes from `Boundary.enter`.
 
     Sends, for each token: the maximum (one all-reduce), the sum of exponentials and the label's logit (one all-reduce), 4 bytes each (8 in
     float64), 2 (t-1)/t times that a device, in ceil(T / chunk) pairs of collectives; in the backward nothing.
 
     Memory: `chunk` x V logits at once. When differentiated, each chunk yields its dx and its share of dtable while its logits exist, so
     they are neither kept nor computed again: three matmuls in all, dx [T, D] in x's dtype and dtable [V, D] in float32 are kept, and the
-    backward only multiplies them by the incoming scalar. It is right because the sum is linear in each token's loss.
+    backward only multiplies them by the incoming scalar. It is right because the sum is linear in each token's loss. `scale` is already in
+    them: where what comes in is a constant one, nothing is left to multiply, and no second dtable exists beside the first.
 
     Source: three scalars, Shoeybi et al., "Megatron-LM" (2019), section 3; gradients in the forward, Hsu et al., "Liger Kernel" (2024),
     fused linear cross entropy; z-loss, Chowdhery et al., "PaLM" (2022), section 5.
     """
     labels_T = labels_T.reshape(-1)
     axes = tuple(varying(x_TD) | varying(table_VD) | varying(labels_T) | {TENSOR})
-    total, cross_entropy, z = _loss(vary(x_TD.reshape(-1, x_TD.shape[-1]), axes), vary(table_VD, axes), labels_T, settings)
+    scale = vary(jnp.asarray(scale, accumulation_dtype(x_TD.dtype)), tuple({*axes} - {TENSOR}))
+    total, cross_entropy, z = _loss(vary(x_TD.reshape(-1, x_TD.shape[-1]), axes), vary(table_VD, axes), labels_T, scale, settings)
     aux = {"cross_entropy": cross_entropy, "z_loss": z, "tokens": (labels_T >= 0).sum(dtype=jnp.int32)}
     return total, jax.tree.map(lax.stop_gradient, aux)
 
@@ -160,9 +165,10 @@ def _add(sums: Pair, losses: Pair) -> Pair:
     return sums[0] + losses[0].sum(), sums[1] + losses[1].sum()
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _loss(x_TD: jax.Array, table_VD: jax.Array, labels_T: jax.Array, settings: LossSettings) -> Triple:
-    """(cross entropy + z-loss, cross entropy, z-loss), summed over tokens. x and table vary over the same axes, `tensor` among them."""
+@partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _loss(x_TD: jax.Array, table_VD: jax.Array, labels_T: jax.Array, scale: jax.Array, settings: LossSettings) -> Triple:
+    """(scale times cross entropy + z-loss, cross entropy, z-loss), summed over tokens. x and table vary over the same axes, `tensor` among
+    them, scale over the others."""
 
     def step(sums: Pair, chunk: Pair) -> tuple[Pair, None]:
         x_CD, labels_C = chunk
@@ -170,19 +176,24 @@ def _loss(x_TD: jax.Array, table_VD: jax.Array, labels_T: jax.Array, settings: L
         return _add(sums, token_losses(statistics, labels_C >= 0, settings.z_loss)), None
 
     (cross_entropy, z), _ = lax.scan(step, _zero_sums(x_TD), _chunks(x_TD, labels_T, settings.chunk))
-    return cross_entropy + z, cross_entropy, z
+    return scale * (cross_entropy + z), cross_entropy, z
 
 
-def _loss_forward(x_TD: jax.Array, table_VD: jax.Array, labels_T: jax.Array, settings: LossSettings) -> tuple[Triple, Triple]:
-    """The same sums, and (dx[T, D], dtable[V, D]) for an incoming gradient of one, plus a scalar of the table's dtype to cast back to."""
+def _loss_forward(
+    x_TD: jax.Array, table_VD: jax.Array, labels_T: jax.Array, scale: jax.Array, settings: LossSettings
+) -> tuple[Triple, Saved]:
+    """The same sums, and (dx[T, D], dtable[V, D], dscale) for an incoming gradient of one, plus a scalar of the table's dtype to cast back
+    to."""
     wide = accumulation_dtype(x_TD.dtype)
+    scale_of_logits = vary(scale, (TENSOR,))
 
     def step(carry: tuple[Pair, jax.Array], chunk: Pair) -> tuple[tuple[Pair, jax.Array], jax.Array]:
         sums, dtable_VD = carry
         x_CD, labels_C = chunk
         valid_C = labels_C >= 0
         logits_CV, columns_C, statistics = _chunk_statistics(x_CD, table_VD, labels_C, settings)
-        d_CV = logit_gradient(logits_CV, statistics, columns_C, valid_C, settings.z_loss, settings.softcap).astype(x_CD.dtype)
+        d_CV = logit_gradient(logits_CV, statistics, columns_C, valid_C, settings.z_loss, settings.softcap)
+        d_CV = (d_CV * scale_of_logits).astype(x_CD.dtype)
         dx_CD = lax.dot_general(d_CV, table_VD, (((1,), (0,)), ((), ())))
         dtable_VD += lax.dot_general(d_CV, x_CD, (((0,), (0,)), ((), ())), preferred_element_type=wide)
         return (_add(sums, token_losses(statistics, valid_C, settings.z_loss)), dtable_VD), dx_CD
@@ -192,14 +203,15 @@ def _loss_forward(x_TD: jax.Array, table_VD: jax.Array, labels_T: jax.Array, set
     start = (_zero_sums(x_TD), vary(jnp.full(table_VD.shape, zero), tuple(varying(table_VD))))
     ((cross_entropy, z), dtable_VD), dx_nCD = lax.scan(step, start, _chunks(x_TD, labels_T, settings.chunk))
     dx_TD = dx_nCD.reshape(-1, x_TD.shape[1])[: x_TD.shape[0]]
-    return (cross_entropy + z, cross_entropy, z), (dx_TD, dtable_VD, jnp.zeros((), table_VD.dtype))
+    total = cross_entropy + z
+    return (scale * total, cross_entropy, z), (dx_TD, dtable_VD, total, jnp.zeros((), table_VD.dtype))
 
 
-def _loss_backward(settings: LossSettings, saved: Triple, incoming: Triple) -> tuple[jax.Array, jax.Array, None]:
+def _loss_backward(settings: LossSettings, saved: Saved, incoming: Triple) -> tuple[jax.Array, jax.Array, None, jax.Array]:
     """Only the first output is differentiated; the others are reports."""
-    dx_TD, dtable_VD, like = saved
-    scale = incoming[0]
-    return (dx_TD * scale).astype(dx_TD.dtype), (dtable_VD * scale).astype(like.dtype), None
+    dx_TD, dtable_VD, dscale, like = saved
+    d = incoming[0]
+    return (dx_TD * d).astype(dx_TD.dtype), (dtable_VD * d).astype(like.dtype), None, dscale * d
 
 
 _loss.defvjp(_loss_forward, _loss_backward)

@@ -12,11 +12,12 @@ along `seq` = r groups × u neighbours that trade heads. Forward of a layer, val
     ring      2 s B S max(K, u) H, s = r - 1 steps           (twice that: keys again, and gradients)
     ulysses   (u-1)/u B S (2 N + 2 max(K, u)) H              (the same, and what the policy did not keep again)
 
-Under a window that the program knows, contiguous and zigzag rings stop after the s steps that it reaches.
+Under a window contiguous and zigzag rings stop after the s steps that it reaches: each layer under its own.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
 import jax.numpy as jnp
@@ -36,12 +37,15 @@ class Walk:
     steps: int
     apart: bool
 
+    @property
+    def halves(self) -> int:
+        return 2 if self.apart else 1
 
-def walk(config: Config) -> Walk:
-    """How keys travel in this run's attention."""
-    context, model = config.train.context, config.model
+
+def walk(config: Config, window: int) -> Walk:
+    """How keys travel in this run's layers of that window, 0 for none."""
+    context = config.train.context
     ring, _ = context.split(config.mesh.seq)
-    window = model.windows[0] if len(set(model.windows)) == 1 else 0
     if not window or context.layout == "striped":
         return Walk(ring - 1, False)
     slots = 2 if context.layout == "zigzag" and ring > 1 else 1
@@ -59,7 +63,7 @@ def context_traffic(config: Config) -> list[Collective]:
     rows, tokens = train.batch // train.accumulation // (mesh.data * mesh.expert), config.data.sequence // mesh.seq
     part = rows // train.interleave * tokens * model.head_width
     heads, kv_heads = model.heads // mesh.tensor, max(model.kv_heads // mesh.tensor, 1, inner)
-    times = model.layers * train.accumulation * train.interleave
+    each = train.accumulation * train.interleave
 
     def send(what: str, kind: str, group: int, count: int, elements: int, dtype: str = train.compute_dtype) -> list[Collective]:
         payload = count * elements * jnp.dtype(dtype).itemsize
@@ -72,17 +76,22 @@ def context_traffic(config: Config) -> list[Collective]:
     again, output_again = TRADED_AGAIN[train.remat]
     for what, size, more in (("queries", heads, again), *[("keys", kv_heads, again)] * 2, ("output", heads, output_again)):
         for _ in range(2 + more):
-            found += send(f"heads of {what}", "all_to_all", inner, times, part * size)
+            found += send(f"heads of {what}", "all_to_all", inner, model.layers * each, part * size)
     keys = part * kv_heads
-    if train.context.method == "gather":
-        gathers = 1 if train.remat == "none" else 2
-        steps = walk(config).steps
-        for _ in range(2 if steps else 0):
-            found += [one for _ in range(gathers) for one in send("keys", "all_gather", ring, times, ring * keys)]
-            found += send("gradients of keys", "reduce_scatter", ring, times, ring * keys)
-        return found
-    way, passes = walk(config), 3 if train.remat == "block" else 2
-    halves = 2 if way.apart else 1
-    home = 2 * halves if way.apart and way.steps > 1 else halves  # both chunks of a group may return to either chunk of two others
-    moves = halves * (way.steps * passes + max(way.steps - 1, 0)) + (home if way.steps else 0)
-    return [*found, *[one for _ in range(2 * moves) for one in send("keys and their gradients", "permute", 2, times, keys // halves)]]
+    for window, layers in Counter(model.layer_windows).items():
+        way, times = walk(config, window), layers * each
+        if train.context.method == "gather":
+            gathers = 1 if train.remat == "none" else 2
+            for _ in range(2 if way.steps else 0):
+                found += [one for _ in range(gathers) for one in send("keys", "all_gather", ring, times, ring * keys)]
+                found += send("gradients of keys", "reduce_scatter", ring, times, ring * keys)
+            continue
+        moves = _moves(way, 3 if train.remat == "block" else 2)
+        found += [one for _ in range(2 * moves) for one in send("keys and their gradients", "permute", 2, times, keys // way.halves)]
+    return found
+
+
+def _moves(way: Walk, passes: int) -> int:
+    """Sends of a layer's keys, in `passes` walks, of the gradients that travel with the last of them, and of these on their way home."""
+    home = 2 * way.halves if way.apart and way.steps > 1 else way.halves  # both chunks of a group may return to either chunk of two others
+    return way.halves * (way.steps * passes + max(way.steps - 1, 0)) + (home if way.steps else 0)

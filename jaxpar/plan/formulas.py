@@ -77,7 +77,7 @@ def _gathers(config: Config, weight: Weight) -> list[Collective]:
         return gather("once a step", 1, weight.total)
     if weight.columns:
         b, s = microbatch(config)
-        rows = send(
+        rows = _send(
             config, "embedding, rows", "all_to_all", REPLICA, 2 * a, b * s // token_shards(config) * config.model.width, train.compute_dtype
         )
         return [*_send(config, "embedding, ids", "all_gather", REPLICA, a, replicas(config) * b * s, "int32"), *rows]
@@ -165,9 +165,8 @@ def _norm(config: Config) -> list[Collective]:
     several = [axis for axis in AXES if getattr(config.mesh, axis) > 1]
     splits = [{*weight.axes, *(weight.copies if weight.split else ())} for weight in weights(config)]
     kinds = {tuple(axis for axis in several if axis in axes) for axes in splits}
-    return [
-        one for axes in sorted(kinds) for one in _send(config, "norm of the gradients", "all_reduce", axes, 1, 1, _scalar_dtype(config))
-    ]
+    dtype = _scalar_dtype(config)
+    return [one for axes in sorted(kinds) for one in _send(config, "norm of the gradients", "all_reduce", axes, 1, 1, dtype)]
 
 
 def state_bytes(config: Config) -> int:

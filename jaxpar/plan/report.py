@@ -57,7 +57,7 @@ def measure(training: Training) -> Measured:
 
 
 def block_facts(training: Training) -> Facts:
-    """The facts of the block's cut under this run's remat policy, on one device of its mesh. Traces a forward, compiles nothing."""
+    """The facts of the first layer's cut under this run's remat policy, on one device of its mesh. Traces a forward, compiles nothing."""
     gradients, found = training.gradients, []
     places = gradients.places
 
@@ -67,8 +67,9 @@ def block_facts(training: Training) -> Facts:
         dtype = gradients.config.train.compute_dtype
         outer = {"embedding": zero.gather(params["embedding"], places["embedding"], dtype)}
         layers = params["layers"] if gradients.config.train.zero == 3 else zero.gather(params["layers"], places["layers"], dtype)
-        _, saved, _ = gradients.stack().forward(layers, gradients.functions.embed(outer, first["ids"], context), context)
-        found.append(saved.cut.facts)
+        stack: Any = gradients.stack()
+        _, saved, _ = stack.forward(layers, gradients.functions.embed(outer, first["ids"], context), context)
+        found.append(saved.cuts[0].facts)
         return {}
 
     homes = jax.tree.map(lambda place: place.home, places)

@@ -19,14 +19,16 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jaxpar.config import Config
 from jaxpar.mesh import BATCH, REPLICA, SEQ, TENSOR
+from jaxpar.models import pattern
 from jaxpar.models.decoder import DecoderFunctions, declared, decoder_functions
 from jaxpar.models.options import train_options
 from jaxpar.parallel import collectives, joint, remat, zero
 from jaxpar.parallel import context as context_parallel
+from jaxpar.parallel.chain import Chain, linked
 from jaxpar.parallel.ring import Ring
 from jaxpar.parallel.sequence import boundary
 from jaxpar.parallel.stack import Context, LayerStack
-from jaxpar.params import Tree
+from jaxpar.params import Tree, separate
 from jaxpar.rules import Rules, table
 
 # ids, labels, positions and segments are [microbatch, sequence, token]; rows, a sequence's number in its step, [microbatch, sequence].
@@ -40,7 +42,8 @@ Metrics = dict[str, jax.Array]
 class Gradients:
     """The model of a run on a mesh, ready to be differentiated.
 
-    `specs` and `places` say of every parameter what it is and where it lives. `__call__` is pure and may be jitted.
+    `specs` and `places` say of every parameter what it is and where it lives; `trained` leaves out those that are state and have no
+    gradient. `__call__` is pure and may be jitted.
     """
 
     config: Config
@@ -48,6 +51,10 @@ class Gradients:
     specs: Tree
     places: Tree
     functions: DecoderFunctions
+
+    def trained(self, tree: Tree) -> Tree:
+        """A tree with a leaf for every parameter, without those that are state."""
+        return separate(self.specs, tree)[0]
 
     def __call__(self, params: Tree, batch: dict[str, jax.Array], step: jax.Array) -> tuple[Metrics, Tree]:
         """Masters at home, a global batch, the step's number -> metrics and gradients at home, in the master dtype.
@@ -62,7 +69,7 @@ class Gradients:
             self.local,
             mesh=self.mesh,
             in_specs=(homes, BATCH_SPECS, replicated),
-            out_specs=(dict.fromkeys((*names, "grad_norm"), replicated), homes),
+            out_specs=(dict.fromkeys((*names, "grad_norm"), replicated), self.trained(homes)),
         )
         precision = self.config.train.matmul_precision
         with jax.default_matmul_precision(precision) if precision != "default" else contextlib.nullcontext():
@@ -72,11 +79,13 @@ class Gradients:
         """The program of one device, on local shards."""
         train = self.config.train
         master, reduction = jnp.dtype(train.master_dtype), jnp.dtype(train.reduce_dtype)
-        weights = zero.gather(params, self.places, train.compute_dtype) if train.zero < 3 else params
+        params, held = separate(self.specs, params)
+        places = self.trained(self.places)
+        weights = zero.gather(params, places, train.compute_dtype) if train.zero < 3 else params
         tokens = collectives.all_reduce((batch["labels"] >= 0).sum(dtype=jnp.int32), REPLICA)
         scale = 1 / jnp.maximum(tokens, 1).astype(master)
         key = jax.random.fold_in(jax.random.key(train.seed, impl="threefry2x32"), step)  # others depend on how a mask is cut
-        microbatch = partial(self.microbatch, weights, scale, key)
+        microbatch = partial(self.microbatch, weights, held.get("layers", {}), scale, key)
 
         if train.accumulation == 1:
             sums, grads = microbatch(None, jax.tree.map(lambda a: a[0], batch))
@@ -92,15 +101,16 @@ class Gradients:
             (sums, grads), _ = lax.scan(add, start, batch)
 
         if train.zero == 1:
-            grads = zero.scatter(grads, self.places, reduction)
-        grads = jax.tree.map(lambda g: g.astype(master), zero.finish(grads, self.places, reduction))
+            grads = zero.scatter(grads, places, reduction)
+        grads = jax.tree.map(lambda g: g.astype(master), zero.finish(grads, places, reduction))
         sums = jax.tree.map(lambda s: collectives.all_reduce(s, tuple(sorted(collectives.varying(s)))), sums)
-        return {**sums, "tokens": tokens, "grad_norm": zero.norm(grads)}, grads
+        return {**self.functions.summary(sums), "tokens": tokens, "grad_norm": zero.norm(grads)}, grads
 
     def microbatch(
-        self, weights: Tree, scale: jax.Array, key: jax.Array, grads: Tree | None, batch: dict[str, jax.Array]
+        self, weights: Tree, held: Tree, scale: jax.Array, key: jax.Array, grads: Tree | None, batch: dict[str, jax.Array]
     ) -> tuple[Metrics, Tree]:
-        """Forward and backward of one microbatch: this device's sums of losses, and its gradients added to `grads`.
+        """Forward and backward of one microbatch: this device's sums of losses, and its gradients added to `grads`. `held` is the state of
+        the layers.
 
         Forward and backward are composed by hand rather than by `jax.grad`, because the layers' gradients go straight into the float32
         buffer that the microbatches share; a cotangent would have the dtype of the weights and be added afterwards.
@@ -113,13 +123,14 @@ class Gradients:
             outer = cast | zero.gather(outer, {name: self.places[name] for name in outer}, train.compute_dtype)
         table = {"embedding": outer["embedding"]}
         head = outer if self.config.model.tied else {name: part for name, part in outer.items() if name != "embedding"}
-        stack, context = self.stack(), self.context(key, batch)
+        stack: Any = self.stack()
+        context = self.context(key, batch, held)
 
         x, embed_backward = jax.vjp(lambda p: self.functions.embed(p, batch["ids"], context, columns), table)
         y, saved, aux_layers = stack.forward(layers, x, context)
         daux, auxiliary = self.auxiliary(aux_layers)
-        loss, loss_backward, aux = jax.vjp(lambda p, y: self.functions.loss(p, y, batch["labels"]), head, y, has_aux=True)
-        d_loss, dy = loss_backward(collectives.vary_like(scale.astype(loss.dtype), loss))
+        loss, loss_backward, aux = jax.vjp(lambda p, y: self.functions.loss(p, y, batch["labels"], scale), head, y, has_aux=True)
+        d_loss, dy = loss_backward(collectives.vary_like(jnp.ones_like(loss), loss))
         tied = d_loss.pop("embedding", None)
         if train.zero >= 2:
             d_loss = jax.tree.map(lambda g: g.astype(train.reduce_dtype), d_loss)
@@ -173,9 +184,14 @@ class Gradients:
         shards = self.mesh.shape[TENSOR] if self.config.train.sequence_parallel else 1
         return split[1] if ids_BS.size <= rows * shards else ()
 
-    def stack(self) -> LayerStack:
-        """The layer stack with this run's remat policy, interleaving and ZeRO."""
-        train, places = self.config.train, self.places["layers"]
+    def stack(self) -> LayerStack | Chain:
+        """The layers with this run's remat policy, interleaving and ZeRO; a chain where dense ones come first."""
+        places, found = self.trained(self.places)["layers"], pattern.segments(self.config.model)
+        return linked({each.name: self.stack_of(each, places if len(found) == 1 else places[each.name]) for each in found})
+
+    def stack_of(self, segment: pattern.Segment, places: Tree) -> LayerStack:
+        """One stack, whose parameters lie in `places`."""
+        train = self.config.train
         gather: Callable[[Tree], Tree] | None = None
         if train.zero == 3:
             gather = lambda shards: zero.gather_layer(shards, {name: places[name] for name in shards}, train.compute_dtype)  # noqa: E731
@@ -183,10 +199,10 @@ class Gradients:
         if train.zero >= 2:
             reduce = lambda grads: zero.scatter_layer(grads, places, train.reduce_dtype)  # noqa: E731
         # A block that is computed again begins with attention: the MLP's weights, the larger part, can travel meanwhile.
-        again = ("mlp",) if train.remat == "block" else ()
+        again = ("mlp",) if train.remat == "block" and segment.size == 1 else ()
         # The backward of a chunked MLP stays one loop: cut in two, it would keep the hidden values of all tokens in between.
         return LayerStack(
-            self.functions.block,
+            self.functions.blocks(segment),
             remat.policy(train.remat),
             gather,
             reduce,
@@ -195,22 +211,19 @@ class Gradients:
             again=again,
         )
 
-    def context(self, key: jax.Array, batch: dict[str, jax.Array]) -> Context:
-        """What blocks read beside weights and activations, of one microbatch [sequence, token]."""
+    def context(self, key: jax.Array, batch: dict[str, jax.Array], held: Tree | None = None) -> Context:
+        """What blocks read beside weights and activations, of one microbatch [sequence, token]; `held` is the state of the layers."""
         model = self.config.model
         names = ("positions", "rows") if self.config.data.documents == "joined" else ("positions", "segments", "rows")
         read = {name: batch[name] for name in names}
         if "segments" in read and self.config.mesh.seq > 1:
             read["segments_row"] = collectives.all_gather(read["segments"], SEQ, dim=1)
-        shared = {"dropout": key} if model.dropout else {}
-        if model.dropout and self.config.mesh.seq > 1:
+        drawn = model.dropout or (model.moe.experts and model.moe.jitter)
+        shared = {"dropout": key} if drawn else {}
+        if drawn and self.config.mesh.seq > 1:
             length = read["positions"].shape[1]
             shared["tokens"] = context_parallel.row_tokens(self.config.train.context, jnp.arange(length, dtype=jnp.int32), length)
-        return Context(
-            batch=read,
-            shared=shared,
-            layer={"index": jnp.arange(model.layers, dtype=jnp.int32), "window": jnp.asarray(model.layer_windows, jnp.int32)},
-        )
+        return Context(batch=read, shared=shared, layer=pattern.flags(model, held or {}))
 
 
 def build_gradients(config: Config, mesh: Mesh) -> Gradients:

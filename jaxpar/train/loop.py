@@ -24,7 +24,7 @@ from jaxpar.train.checkpoint import Checkpoints, check_writable, state_bytes, wh
 from jaxpar.train.corpus import Tokens
 from jaxpar.train.data import Loader, Rows, local_sequences, open_data, place
 from jaxpar.train.metrics import MetricsLog
-from jaxpar.train.progress import Progress
+from jaxpar.train.progress import Progress, describe_experts
 from jaxpar.train.resume import check_data, check_same, check_tokenizer, save_data
 from jaxpar.train.step import State, Training, build_training
 from jaxpar.train.tokenizer import Tokenizer, save_tokenizer
@@ -93,11 +93,11 @@ def train(config: Config, devices: Sequence[jax.Device] | None = None, until: in
                 progress.compiled(step)
             stop = _agreed(stopped, step - first) or step == until
             if step % config.log.every == 0 or step == config.train.steps or stop:
-                values = {name: value.item() for name, value in jax.device_get(metrics).items()}
+                values = {name: value if value.ndim else value.item() for name, value in jax.device_get(metrics).items()}
                 seconds = time.perf_counter() - started
                 rate = (step - counted) * config.train.batch * config.data.sequence / seconds if step > counted else float("nan")
                 started, counted = time.perf_counter(), step
-                progress.update(step, values["loss"], rate)
+                progress.update(step, values["loss"], rate, describe_experts(values))
                 if values["skipped"] > skipped:
                     skipped = values["skipped"]
                     progress.note(

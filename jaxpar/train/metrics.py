@@ -44,14 +44,18 @@ class MetricsLog:
         self.close()
 
     def write(self, step: int, values: dict[str, Any]) -> None:
-        """One line {"step", **values}, flushed, and one scalar a value. Numbers or scalar arrays; one that is not finite becomes null."""
+        """One line {"step", **values}, flushed, and one scalar a value. Numbers or arrays, whose numbers become lists; a number that is
+        not finite becomes null. Of the counts of an array [L, E] TensorBoard gets each row's largest over its mean, as `name/row`."""
         if self._file is None:
             return
-        numbers = {name: _number(value) for name, value in values.items()}
+        numbers = {name: _numbers(value) for name, value in values.items()}
         self._file.write(json.dumps({"step": int(step)} | numbers, allow_nan=False) + "\n")
         self._file.flush()
         for name, number in numbers.items():
-            if number is not None:
+            if isinstance(number, list):
+                for row, counts in enumerate(values[name]):
+                    self._events.add_scalar(f"{name}/{row}", float(counts.max() * counts.size / max(counts.sum(), 1)), int(step))
+            elif number is not None:
                 self._events.add_scalar(name, number, int(step))
         self._events.flush()
 
@@ -89,6 +93,10 @@ def _keep(path: Path, resumed: int) -> None:
     kept = [line + "\n" for line, record in _lines(path) if record["step"] <= resumed]
     temporary.write_text("".join(kept), encoding="utf-8")
     temporary.replace(path)
+
+
+def _numbers(value: Any) -> Any:
+    return [_numbers(part) for part in value] if getattr(value, "ndim", 0) else _number(value)
 
 
 def _number(value: Any) -> int | float | None:

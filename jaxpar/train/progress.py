@@ -1,4 +1,8 @@
-"""What a run shows while it goes: a live bar on a terminal, plain lines anywhere else. Process 0 only."""
+"""What a run shows while it goes: a live bar on a terminal, plain lines anywhere else. Process 0 only.
+
+Progress           steps, loss, rate and time left
+describe_experts   what to say of a mixture of experts beside them
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ import math
 import sys
 import time
 from types import TracebackType
+from typing import Any
 
 import jax
 from rich.console import Console
@@ -42,13 +47,14 @@ class Progress:
         """Step `step`, the first, is done; time counts from here."""
         self._started, self._counted = time.monotonic(), step
 
-    def update(self, step: int, loss: float, tokens_per_second: float) -> None:
-        """Show that `step` steps of the run are done. The first step has no rate (NaN): it was spent compiling."""
+    def update(self, step: int, loss: float, tokens_per_second: float, beside: str = "") -> None:
+        """Show that `step` steps of the run are done, with `beside` next to the loss. The first step has no rate (NaN): it was spent
+        compiling."""
         if self._quiet:
             return
         left = remaining(self.total - step, step - self._counted, time.monotonic() - self._started)
         rate = f"{float(tokens_per_second):,.0f} tokens/s  " if math.isfinite(tokens_per_second) else ""
-        shown = f"loss {float(loss):.4f}  {rate}{left} left"
+        shown = f"loss {float(loss):.4f}  {beside}{'  ' if beside else ''}{rate}{left} left"
         if self._bar is not None:
             self._bar.update(self._task, completed=step, shown=shown)
         else:
@@ -68,6 +74,18 @@ class Progress:
             self._bar.stop()
             self._bar = None
         sys.stdout.flush()
+
+
+def describe_experts(metrics: dict[str, Any]) -> str:
+    """How evenly tokens went to experts, and what was dropped or had to be repeated; nothing for a dense model."""
+    if "expert_load_max" not in metrics:
+        return ""
+    parts = [f"busiest expert {metrics['expert_load_max']:.2f}× the mean"]
+    if metrics["expert_dropped"]:
+        parts.append(f"{metrics['expert_dropped_share']:.1%} dropped")
+    if metrics["expert_overflow"]:
+        parts.append("repeated with room for all")
+    return ", ".join(parts)
 
 
 def remaining(steps: int, done: int, seconds: float) -> str:

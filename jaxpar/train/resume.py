@@ -26,6 +26,8 @@ SAME = {
     "model": (
         *("rope", "norm_eps", "norm_one_plus", "activation", "windows"),
         *("score_scale", "score_softcap", "logit_softcap", "embedding_scale"),
+        *("moe.activation", "moe.per_token", "moe.router", "moe.normalise", "moe.scale"),
+        *("moe.groups", "moe.kept_groups", "moe.group_best"),
     ),
 }
 
@@ -38,7 +40,7 @@ def check_same(saved: dict[str, Any], wanted: dict[str, Any], step: int) -> None
             continue
         meaning = "its weights mean" if section == "model" else "its data position means"
         for field in fields:
-            old, new = (_as_yaml(config[section][field]) for config in (saved, wanted))
+            old, new = (_as_yaml(_field(config[section], field)) for config in (saved, wanted))
             if old != new:
                 raise ValueError(
                     f"{section}.{field}: the checkpoint was written with {old}, the run asks for {new}, "
@@ -80,6 +82,11 @@ def save_data(tokens: Tokens, folder: Path) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     temporary.write_text(json.dumps(tokens.fingerprint()) + "\n", encoding="utf-8")
     temporary.replace(path)
+
+
+def _field(section: dict[str, Any], name: str) -> Any:
+    first, _, rest = name.partition(".")
+    return _field(section[first], rest) if rest else section[first]
 
 
 def _as_yaml(value: Any) -> str:

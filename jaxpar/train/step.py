@@ -21,7 +21,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxpar import gpu
 from jaxpar.config import Config
 from jaxpar.parallel.context.layout import layout
-from jaxpar.params import Tree, init_params
+from jaxpar.params import Tree, init_params, merge, separate
 from jaxpar.rules import experts_ways
 from jaxpar.train import optimizer as rule
 from jaxpar.train.gradients import BATCH_SPECS, Gradients, Metrics, build_gradients
@@ -93,7 +93,7 @@ class Training:
 
         def others(params: Tree) -> State:
             zero = jnp.zeros((), jnp.int32)
-            return {"optimizer": self.optimizer.init(params), "step": zero, "skipped": zero}
+            return {"optimizer": self.optimizer.init(self.gradients.trained(params)), "step": zero, "skipped": zero}
 
         return {"params": params, **jax.jit(others, out_shardings=rest)(params)}
 
@@ -107,7 +107,7 @@ def row_order(config: Config) -> np.ndarray | None:
 def build_training(config: Config, mesh: Mesh) -> Training:
     """The programs of `config` on `mesh`. ValueError where the model cannot be placed on it."""
     gradients = build_gradients(config, mesh)
-    optimizer = rule.build(config.optimizer, gradients.specs, config.train.steps)
+    optimizer = rule.build(config.optimizer, gradients.trained(gradients.specs), config.train.steps)
     state = _abstract_state(config, mesh, gradients, optimizer)
     step = _program(config, mesh, gradients, optimizer, state)
     ways = experts_ways(config)
@@ -130,8 +130,9 @@ def _program(config: Config, mesh: Mesh, gradients: Gradients, optimizer: optax.
             grads = rule.clip(grads, norm, config.optimizer.clip)
         finite = jnp.isfinite(norm) & jnp.isfinite(metrics["loss"])
         complete = metrics["expert_overflow"] == 0 if "expert_overflow" in metrics else jnp.bool_(True)
-        updates, optimizer_state = optimizer.update(grads, state["optimizer"], state["params"])
-        params = optax.apply_updates(state["params"], updates)
+        trained, held = separate(gradients.specs, state["params"])
+        updates, optimizer_state = optimizer.update(grads, state["optimizer"], trained)
+        params = merge(optax.apply_updates(trained, updates), gradients.functions.advance(held, metrics))
         new = {"params": params, "optimizer": optimizer_state}
         kept = jax.tree.map(lambda a, b: jnp.where(finite & complete, a, b), new, {name: state[name] for name in new})
         skipped = state["skipped"] + (complete & ~finite).astype(jnp.int32)
@@ -157,11 +158,12 @@ def _abstract_state(config: Config, mesh: Mesh, gradients: Gradients, optimizer:
         gradients.specs,
         gradients.places,
     )
-    homes = jax.tree.map(lambda leaf: leaf.sharding, params)
-    places = rule.state_shardings(optimizer, homes, gradients.specs, params)
+    trained = gradients.trained(params)
+    homes = jax.tree.map(lambda leaf: leaf.sharding, trained)
+    places = rule.state_shardings(optimizer, homes, gradients.trained(gradients.specs), trained)
     moments = jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-        jax.eval_shape(optimizer.init, params),
+        jax.eval_shape(optimizer.init, trained),
         places,
     )
     scalar = jax.ShapeDtypeStruct((), jnp.int32, sharding=NamedSharding(mesh, PartitionSpec()))

@@ -56,6 +56,36 @@ CONFIGS = {
     ),
 }
 NAMES = tuple(CONFIGS)
+EXPERTS = {
+    # of transformers' balancing loss too
+    "mixtral": (
+        transformers.MixtralConfig,
+        {
+            "head_dim": 10,
+            "sliding_window": 7,
+            "num_local_experts": 12,
+            "num_experts_per_tok": 3,
+            "output_router_logits": True,
+            "router_aux_loss_coef": 0.3,
+            "rope_parameters": _rope(777.0),
+        },
+    ),
+    # an expert's width is not the MLP's, chosen weights do not sum to 1
+    "qwen3_moe": (
+        transformers.Qwen3MoeConfig,
+        {
+            "head_dim": 10,
+            "attention_bias": True,
+            "num_experts": 12,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 14,
+            "norm_topk_prob": False,
+            "tie_word_embeddings": True,
+            "rope_parameters": _rope(4321.0),
+        },
+    ),
+}
+CONFIGS |= EXPERTS
 
 
 def config(name, **changes):
@@ -77,11 +107,11 @@ def model(name, seed=0, **changes):
                 elif "embed_tokens" in parameter_name:
                     parameter.normal_(std=0.5)
                 else:
-                    parameter.normal_(std=1.2 / parameter.shape[1] ** 0.5)
+                    parameter.normal_(std=1.2 / parameter.shape[-1] ** 0.5)
     return made
 
 
-def save(folder, name, **changes):
-    """Writes the checkpoint `name` into `folder`, which is returned."""
-    model(name, **changes).save_pretrained(folder)
+def save(folder, name, stacked=False, **changes):
+    """Writes the checkpoint `name` into `folder`, which is returned. `stacked`: a layer's experts in one tensor, as modules hold them."""
+    model(name, **changes).save_pretrained(folder, save_original_format=not stacked)
     return folder

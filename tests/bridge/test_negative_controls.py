@@ -38,8 +38,8 @@ def batches(source):
 
 
 @pytest.fixture(scope="module")
-def wanted(folder, batches):
-    return torch_side(reference.load(folder), batches, training.OPTIMIZER)
+def wanted(folder, batches, source):
+    return torch_side(reference.load(folder), batches, made(source).training.config)
 
 
 def made(source, **changes):

@@ -65,15 +65,24 @@ def moe(p, x_BSD, batch, config):
     """(y, balancing loss of each sequence [B], z-loss [B], load [B, E]): every token through every expert, times a matrix of weights."""
     moe = config.moe
     valid = batch["segments"] > 0
-    logits = jnp.einsum("bsd,ed->bse", x_BSD, p["router"])
+    logits = jnp.einsum("bsd,ed->bse", x_BSD, p["router"]) + (p["router_bias"] if moe.biases else 0)
     score = 1 / (1 + jnp.exp(-logits)) if moe.router == "sigmoid" else jnp.exp(logits) / jnp.exp(logits).sum(-1, keepdims=True)
     rank = (logits[..., None, :] > logits[..., :, None]).sum(-1)
     chosen = (rank < moe.per_token) & valid[..., None]
+    if moe.router == "expert_choice":  # each expert ranks the sequence's valid tokens
+        before = (score[:, None] > score[:, :, None]) & valid[:, None, :, None]
+        chosen = (before.sum(2) < x_BSD.shape[1] * moe.per_token // moe.experts) & valid[..., None]
     weight = jnp.where(chosen, jnp.exp(logits) if moe.router == "topk_softmax" else score, 0)
-    if moe.router == "topk_softmax" or moe.normalise:
+    if moe.router == "topk_softmax" or (moe.normalise and moe.router != "expert_choice"):
         weight = weight / jnp.where(valid[..., None], weight.sum(-1, keepdims=True), 1)
-    gate, up = (jnp.einsum("bsd,efd->bsef", x_BSD, p[name]) for name in ("gate", "up"))
-    y = jnp.einsum("bsef,edf,bse->bsd", gate / (1 + jnp.exp(-gate)) * up, p["down"], weight * moe.scale)
+    gate, up = (jnp.einsum("bsd,efd->bsef", x_BSD, p[name]) + (p[f"{name}_bias"] if moe.biases else 0) for name in ("gate", "up"))
+    if moe.activation == "clamped_swiglu":  # gpt-oss: modeling_gpt_oss.py of transformers, in our words
+        gate, up = jnp.where(gate > 7, 7, gate), jnp.where(up > 7, 7, jnp.where(up < -7, -7, up))
+        hidden = gate / (1 + jnp.exp(-1.702 * gate)) * (1 + up)
+    else:
+        hidden = gate / (1 + jnp.exp(-gate)) * up
+    out = jnp.einsum("bsef,edf->bsed", hidden, p["down"]) + (p["down_bias"] if moe.biases else 0)
+    y = jnp.einsum("bsed,bse->bsd", out, weight * moe.scale)
     if moe.shared_width:
         y = y + mlp(p["shared"], x_BSD, config)
     count = jnp.maximum(valid.sum(1), 1)[:, None]
@@ -89,6 +98,18 @@ def logits(params, batch, config):
     return logits_and_balance(params, batch, config)[0]
 
 
+def of_layer(layers, layer, config):
+    """(one layer's parameters, whether it has experts), however its model stacks them."""
+    dense, every = (config.moe.dense_layers, config.moe.every) if config.moe.experts else (0, 1)
+    if layer < dense:
+        return jax.tree.map(lambda a: a[layer], layers["first"]), False
+    layers = layers["rest"] if dense else layers
+    group, place = divmod(layer - dense, every)
+    if every > 1:
+        layers = layers["sparse" if place == every - 1 else f"dense{place}"]
+    return jax.tree.map(lambda a: a[group], layers), bool(config.moe.experts) and place == every - 1
+
+
 def logits_and_balance(params, batch, config):
     """(logits, balancing loss and z-loss summed over layers and sequences, load [L, B, E]); the last three are empty sums when dense."""
     balance, z, loads = 0.0, 0.0, []
@@ -96,11 +117,11 @@ def logits_and_balance(params, batch, config):
     if config.embedding_scale is not None:
         x_BSD = x_BSD * config.embedding_scale
     for layer in range(config.layers):
-        p = jax.tree.map(lambda a, layer=layer: a[layer], params["layers"])
+        p, has_experts = of_layer(params["layers"], layer, config)
         window = config.windows[layer % len(config.windows)]
         x_BSD = x_BSD + attention(p["attention"], rms(x_BSD, p["attention_norm"]["weight"], config), batch, window, config)
         normed = rms(x_BSD, p["mlp_norm"]["weight"], config)
-        if config.moe.experts:
+        if has_experts:
             y_BSD, more, more_z, load = moe(p["mlp"], normed, batch, config)
             x_BSD, balance, z, loads = x_BSD + y_BSD, balance + more.sum(), z + more_z.sum(), [*loads, load]
         else:

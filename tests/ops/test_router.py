@@ -96,20 +96,24 @@ def test_one_chosen_expert_has_a_gradient(drawn):
     assert size(Router(kind="topk_softmax", k=1)) == 0
 
 
-def test_gradient_of_weights(drawn):
-    """Of each router against central differences."""
-    for case, settings in SETTINGS.items():
-        logits, pull = drawn[0], np.random.default_rng(1).normal(size=(T, settings.k))
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("case", SETTINGS)
+def test_gradient_of_weights(case, biased, drawn):
+    """Of each router against central differences of the reference: every logit of three tokens, one of them padding."""
+    settings, (logits, bias, valid) = SETTINGS[case], drawn
+    pull, bias, step = np.random.default_rng(1).normal(size=(T, settings.k)), bias * biased, 1e-6
+    tokens = [*np.flatnonzero(valid)[:2], np.flatnonzero(~valid)[0]]
 
-        def value(x, settings=settings, pull=pull):
-            return (router.select(settings, x)[0] * pull).sum()
+    def ours(x):
+        return (router.select(settings, x, jnp.asarray(bias), jnp.asarray(valid))[0] * pull).sum()
 
-        got, step = jax.grad(value)(jnp.asarray(logits)), 1e-6
-        for t, e in ((0, 3), (5, 0), (7, 11), *((2, e) for e in range(E))):
+    got = jax.jit(jax.grad(ours))(jnp.asarray(logits))
+    for t in tokens:
+        for e in range(E):
             moved = np.zeros((T, E))
             moved[t, e] = step
-            want = (value(jnp.asarray(logits + moved)) - value(jnp.asarray(logits - moved))) / (2 * step)
-            assert abs(got[t, e] - want) < 1e-7, case
+            above, below = (reference(settings, logits + sign * moved, bias, valid)[0][t] @ pull[t] for sign in (1, -1))
+            assert abs(got[t, e] - (above - below) / (2 * step)) < 1e-8, (t, e)
 
 
 def test_half_precision_logits_are_scored_in_float32(drawn):
@@ -119,30 +123,51 @@ def test_half_precision_logits_are_scored_in_float32(drawn):
     np.testing.assert_array_equal(weights, router.select(Router(), half.astype(jnp.float32))[0])
 
 
-def test_not_a_number_reaches_the_weights():
-    """The step guard sees it in the loss; routing does not hide it."""
-    weights, chosen = router.select(Router(), jnp.asarray([[0.0, jnp.nan, 1, 2]]))
-    assert jnp.isnan(weights).any() and (chosen < 4).all()
+@pytest.mark.parametrize("kind", router.KINDS)
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_not_a_number_reaches_the_weights(kind, value):
+    """The step guard sees it in the loss; routing does not hide it, whatever place a sort gives it. Padding's does not matter."""
+    logits = jnp.asarray([[0.0, value, 1, 2], [3.0, 1, 2, 0], [0.0, value, 1, 2]])
+    weights, chosen = router.select(Router(kind=kind), logits, valid_T=jnp.asarray([True, True, False]))
+    assert jnp.isnan(weights[0]).all() and jnp.isfinite(weights[1:]).all() and (chosen[:2] < 4).all()
 
 
 def test_expert_choice():
+    """Expert by expert; of the last sequence, which has two valid tokens, fewer than three; gradients as a softmax's, by hand."""
     rng = np.random.default_rng(2)
     logits, valid = rng.normal(size=(3, 7, 4)), np.arange(7)[None] < np.array([7, 5, 2])[:, None]
-    weights, tokens = router.expert_choice(jnp.asarray(logits), 3, jnp.asarray(valid))
+    pull = rng.normal(size=(3, 7, 4))
+    mask = router.taken(jnp.asarray(logits), 3, jnp.asarray(valid))
+    weights, chosen = router.expert_choice(jnp.asarray(logits), mask)
+    gradient = jax.grad(lambda x: (router.expert_choice(x, mask)[0] * pull).sum())(jnp.asarray(logits))
+    want = np.zeros((3, 7, 4), bool)
     for b in range(3):
         score = np.stack([softmax(row) for row in logits[b]])
         for e in range(4):
-            picked = sorted(np.flatnonzero(valid[b]), key=lambda s: -score[s, e])[:3]
-            missing = 3 - len(picked)
-            np.testing.assert_array_equal(tokens[b, e], [*picked, *[7] * missing])
-            np.testing.assert_allclose(weights[b, e], [*score[picked, e], *[0] * missing], rtol=1e-13)
+            for s in sorted(np.flatnonzero(valid[b]), key=lambda s: -score[s, e])[:3]:
+                want[b, s, e] = True
+        np.testing.assert_allclose(weights[b], score * want[b], rtol=1e-13)
+        for s in range(7):
+            pulled = pull[b, s] * want[b, s]
+            np.testing.assert_allclose(gradient[b, s], score[s] * (pulled - score[s] @ pulled), rtol=1e-12, atol=1e-16)
+    np.testing.assert_array_equal(mask, want)
+    np.testing.assert_array_equal(chosen, np.where(want, np.arange(4), 4))
+    ties = router.taken(jnp.zeros((1, 5, 2)), 2, jnp.ones((1, 5), bool))
+    np.testing.assert_array_equal(ties[0, :, 0], [True, True, False, False, False])
+    assert jnp.isnan(router.expert_choice(jnp.asarray(logits).at[0, 2, 1].set(jnp.nan), mask)[0][0, 2]).sum() == want[0, 2].sum()
 
 
 def test_jitter():
-    x = jnp.full((50, 40), 2.0)
-    noisy = router.jitter(x, 0.1, jax.random.key(0))
-    assert 1.8 <= noisy.min() < 1.81 and 2.19 < noisy.max() <= 2.2 and abs(noisy.mean() - 2) < 0.01
-    np.testing.assert_array_equal(router.jitter(x, 0.0, jax.random.key(0)), x)
+    """Uniform noise of each element; of rows and tokens that are here, whichever others are; its gradient is the noise."""
+    x, key = jnp.full((8, 50, 40), 2.0), jax.random.key(0)
+    rows, tokens = jnp.arange(8), jnp.arange(50)
+    noisy = router.jitter(x, 0.1, key, rows, tokens)
+    assert 1.8 <= noisy.min() < 1.801 and 2.199 < noisy.max() <= 2.2 and abs(noisy.mean() - 2) < 0.005
+    assert abs(noisy.std() - 0.2 / 3**0.5) < 0.002 and len(np.unique(noisy)) > 15_000
+    np.testing.assert_array_equal(router.jitter(x[2:5, 10:], 0.1, key, rows[2:5], tokens[10:]), noisy[2:5, 10:])
+    np.testing.assert_array_equal(router.jitter(x, 0.0, key, rows, tokens), x)
+    gradient = jax.grad(lambda x: router.jitter(x, 0.1, key, rows, tokens).sum())(x)
+    np.testing.assert_allclose(gradient, noisy / 2, rtol=1e-15)
 
 
 @pytest.fixture(scope="module")
@@ -183,6 +208,33 @@ def test_losses(routed):
     np.testing.assert_allclose(router.entropy(jnp.asarray(scores), jnp.asarray(valid)), want, rtol=1e-13)
     spoiled = np.where(valid[..., None], scores, 0.9)
     np.testing.assert_allclose(router.shares(jnp.asarray(spoiled), jnp.asarray(valid)), share, rtol=1e-13, atol=1e-18)
+
+
+def test_gradients_of_losses(routed):
+    """By hand: the load does not move, a share moves as a softmax does, the squared log-sum-exp as twice it times the scores; none of
+    padding."""
+    logits, scores, chosen, valid = routed
+    tokens, counts, total = valid.sum(1), counted(chosen), valid.sum()
+    mask = jnp.asarray(valid)
+
+    def shares(x):
+        return router.shares(router.scores(x, "softmax_topk"), mask)
+
+    def want(pull, b, s):
+        return scores[b, s] * (pull - scores[b, s] @ pull) if valid[b, s] else np.zeros(E)
+
+    sequence = jax.grad(lambda x: router.sequence_balance(jnp.asarray(counts), shares(x), jnp.asarray(tokens), 2).sum())(
+        jnp.asarray(logits)
+    )
+    whole = jax.grad(lambda x: router.load_balance(jnp.asarray(counts.sum(0)), shares(x).sum(0), 2))(jnp.asarray(logits))
+    z = jax.grad(lambda x: router.z_loss(x, mask).sum())(jnp.asarray(logits))
+    for b, s in np.ndindex(valid.shape):
+        n = max(tokens[b], 1)
+        np.testing.assert_allclose(sequence[b, s], want(E * counts[b] / (2 * n * n), b, s), rtol=1e-10, atol=1e-16)
+        np.testing.assert_allclose(whole[b, s], want(E * counts.sum(0) / (2 * total**2), b, s), rtol=1e-10, atol=1e-16)
+        np.testing.assert_allclose(z[b, s], 2 * np.log(np.exp(logits[b, s]).sum()) * scores[b, s] * valid[b, s], rtol=1e-12)
+    entropy = jax.grad(lambda x: router.entropy(router.scores(x, "softmax_topk"), mask).sum())(jnp.asarray(logits))
+    assert not entropy.any(), "a metric moves nothing"
 
 
 def test_balanced_load_has_loss_one_and_collapse_more():

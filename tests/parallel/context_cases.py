@@ -47,7 +47,7 @@ CHOICES = {
     "mask": ("causal", "full", "window 3", "window 13", "run-time window 6", "prefix", "prefix, window 6"),
     "packed": (False, True),
     "kv_heads": (8, 2, 1),
-    "extra": ("plain", "softcap", "sinks", "wide values"),
+    "extra": ("plain", "softcap", "sinks", "wide values", "narrow values", "softcap, sinks, narrow values"),
     "block": (2, 64),
 }
 
@@ -64,12 +64,23 @@ class Case:
     block: int = 64
     ulysses: int = 2
     length: int = 32
+    batch: int = 2
+    heads: int = 8
+    width: int = 4
     segments: tuple[tuple[int, ...], ...] | None = None
     platform: str = "cpu"
     dtype: str = "float64"
 
     def __str__(self) -> str:
         return "-".join(str(getattr(self, name)) for name in CHOICES)
+
+    @property
+    def value_width(self) -> int:
+        return {"wide": self.width + 2, "narrow": self.width - 2}.get(self.extra.split()[-2] if "values" in self.extra else "", self.width)
+
+    @property
+    def softcap(self) -> float | None:
+        return 1.5 if "softcap" in self.extra else None
 
     @property
     def context(self) -> ContextConfig:
@@ -84,21 +95,21 @@ class Case:
         return layout(self.context, self.ways, self.length).order(self.length)
 
 
-def drawn(count: int, seed: int = 0) -> list[Case]:
-    """Cases of which any two values of two choices meet in some, then more at random."""
+PAIRS = tuple(itertools.combinations(sorted(CHOICES), 2))
+EVERYWHERE = tuple(("method", "layout", name) for name in CHOICES if name not in ("method", "layout"))
+
+
+def drawn(count: int, groups: tuple[tuple[str, ...], ...] = PAIRS, seed: int = 0) -> list[Case]:
+    """Cases in which the values of each group of choices meet in every combination, then more at random."""
     draw, cases = random.Random(seed), []
-    pairs = lambda row: set(itertools.combinations(sorted(row.items(), key=lambda item: item[0]), 2))  # noqa: E731
-    wanted = {
-        p
-        for a, b in itertools.combinations(sorted(CHOICES), 2)
-        for p in itertools.product([(a, x) for x in CHOICES[a]], [(b, y) for y in CHOICES[b]])
-    }
+    met = lambda row: {tuple((name, row[name]) for name in group) for group in groups}  # noqa: E731
+    wanted = {tuple(zip(group, values, strict=True)) for group in groups for values in itertools.product(*(CHOICES[n] for n in group))}
     while len(cases) < count:
         rows = [{name: draw.choice(values) for name, values in CHOICES.items()} for _ in range(60 if wanted else 1)]
-        best = max(rows, key=lambda row: len(pairs(row) & wanted))
-        wanted -= pairs(best)
+        best = max(rows, key=lambda row: len(met(row) & wanted))
+        wanted -= met(best)
         cases.append(Case(**best))
-    assert not wanted, f"{len(wanted)} pairs are in none of {count} cases"
+    assert not wanted, f"{len(wanted)} combinations are in none of {count} cases"
     return cases
 
 
@@ -114,14 +125,15 @@ def documents(length: int) -> np.ndarray:
 
 def inputs(case: Case) -> dict[str, np.ndarray]:
     """Everything in the order of the row."""
-    of, wide, length = np.random.default_rng(case.length), 6 if case.extra == "wide values" else 4, case.length
-    made = {name: of.normal(size=(2, length, heads, width)) for name, heads, width in (("q", 8, 4), ("k", case.kv_heads, 4))}
-    made |= {name: of.normal(size=(2, length, heads, wide)) for name, heads in (("v", case.kv_heads), ("do", 8))}
+    of, batch, length, wide = np.random.default_rng(case.length), case.batch, case.length, case.value_width
+    sizes = {"q": (case.heads, case.width), "k": (case.kv_heads, case.width), "v": (case.kv_heads, wide), "do": (case.heads, wide)}
+    made = {name: of.normal(size=(batch, length, *size)) for name, size in sizes.items()}
     if case.packed:
         made["segments_BS"] = documents(length) if case.segments is None else np.array(case.segments, np.int32)
     if "prefix" in case.mask:
-        made["prefix_BS"] = np.zeros((2, length), bool)
-        made["prefix_BS"][0, : length // 3], made["prefix_BS"][1, 3 : length // 2] = True, True
+        made["prefix_BS"] = np.full((batch, length), "whole" in case.mask)
+        if case.mask in ("prefix", "prefix, window 6"):
+            made["prefix_BS"][0, : length // 3], made["prefix_BS"][1:, 3 : length // 2] = True, True
     return made
 
 
@@ -146,7 +158,7 @@ def compiled(case: Case):
                 causal=case.mask != "full",
                 window=window if case.mask.startswith("run-time") else case.window,
                 scale=SCALE,
-                softcap=1.5 if case.extra == "softcap" else None,
+                softcap=case.softcap,
                 block=case.block,
                 platform=case.platform,
                 **marks,
@@ -170,7 +182,7 @@ def compiled(case: Case):
 
 
 def sink_logits(case: Case) -> np.ndarray | None:
-    return np.random.default_rng(7).normal(size=8) if case.extra == "sinks" else None
+    return np.random.default_rng(7).normal(size=case.heads) if "sinks" in case.extra else None
 
 
 def ours(case: Case) -> list[np.ndarray]:
@@ -180,7 +192,7 @@ def ours(case: Case) -> list[np.ndarray]:
 def visible(case: Case, given: dict[str, np.ndarray]) -> np.ndarray:
     """[B, Q, T] from plain rules, in the order of the row."""
     i, j = np.mgrid[: case.length, : case.length]
-    seen = np.full((2, case.length, case.length), case.mask == "full") | (j <= i)
+    seen = np.full((case.batch, case.length, case.length), case.mask == "full") | (j <= i)
     if "prefix_BS" in given:
         seen |= given["prefix_BS"][:, None, :]
     if case.window:
@@ -197,10 +209,10 @@ def right(case: Case, given: dict[str, np.ndarray] | None = None) -> list[np.nda
     q, k, v, do, seen = given["q"], given["k"], given["v"], given["do"], visible(case, given)[:, None]
     group = q.shape[2] // k.shape[2]
     k, v = (np.repeat(x, group, axis=2) for x in (k, v))
-    cap, sinks = 1.5 if case.extra == "softcap" else None, sink_logits(case)
+    cap, sinks = case.softcap, sink_logits(case)
     raw = np.einsum("bqnh,btnh->bnqt", q, k) * SCALE
     s = np.where(seen, raw if cap is None else cap * np.tanh(raw / cap), -np.inf)
-    sink = np.full(8, -np.inf) if sinks is None else sinks
+    sink = np.full(case.heads, -np.inf) if sinks is None else sinks
     top = np.maximum(np.maximum(s.max(-1), sink[:, None]), -1e9)[..., None]
     weights, sink_weight = np.exp(s - top), np.exp(sink[:, None] - top[..., 0])
     total = weights.sum(-1) + sink_weight
@@ -219,7 +231,7 @@ def autodiff(case: Case) -> list[np.ndarray]:
     given, sinks = inputs(case), sink_logits(case)
 
     def run(q, k, v, sinks):
-        o, lse = dense.attention(q, k, v, visible(case, given), SCALE, 1.5 if case.extra == "softcap" else None)
+        o, lse = dense.attention(q, k, v, visible(case, given), SCALE, case.softcap)
         return o if sinks is None else o * jnp.moveaxis(jnp.exp(lse - jnp.logaddexp(lse, sinks[:, None])), 1, 2)[..., None]
 
     o, pullback = jax.vjp(run, *(jnp.asarray(given[name]) for name in ("q", "k", "v")), sinks)
@@ -234,3 +246,11 @@ def gap(found: list, wanted: list) -> float:
 
 def changed(case: Case, **values) -> Case:
     return replace(case, **values)
+
+
+def holds(case: Case) -> None:
+    """Equal to dense attention; what is zero there (all padding) in absolute terms."""
+    found, wanted = ours(case), right(case)
+    zero = [b is not None and np.abs(b).max() < 1e-6 for b in wanted]
+    up = lambda arrays: [x + 1 if z else x for x, z in zip(arrays, zero, strict=True)]  # noqa: E731
+    assert gap(up(found), up(wanted)) < TOLERANCE

@@ -13,7 +13,21 @@ from jaxpar.ops.tiles import Marks, Masking
 from jaxpar.parallel import context
 from jaxpar.parallel.context import blocks, kernels, schedule, sources
 from jaxpar.parallel.context.layout import Layout
-from tests.parallel.context_cases import CHOICES, TOLERANCE, Case, autodiff, compiled, drawn, gap, inputs, ours, right, sink_logits
+from tests.parallel.context_cases import (
+    CHOICES,
+    EVERYWHERE,
+    TOLERANCE,
+    Case,
+    autodiff,
+    compiled,
+    drawn,
+    gap,
+    holds,
+    inputs,
+    ours,
+    right,
+    sink_logits,
+)
 
 PAIRWISE = drawn(60)
 
@@ -24,12 +38,12 @@ def test_equals_dense(case):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", drawn(300, seed=1), ids=str)
+@pytest.mark.parametrize("case", drawn(300, EVERYWHERE, seed=1), ids=str)
 def test_more_cases_equal_dense(case):
     assert gap(ours(case), right(case)) < TOLERANCE
 
 
-@pytest.mark.parametrize("extra", ["softcap", "sinks"])
+@pytest.mark.parametrize("extra", ["softcap", "sinks", "softcap, sinks, narrow values"])
 def test_reference(extra):
     """The dense attention that everything is held against has the derivatives that autodiff finds."""
     case = Case(extra=extra, packed=True, length=16, mask="window 6")
@@ -60,33 +74,38 @@ def cases(draw) -> Case:
         ulysses=ulysses,
         length=length,
         segments=tuple(rows),
+        extra=draw(st.sampled_from(CHOICES["extra"])),
     )
 
 
-def holds(case: Case) -> None:
-    wanted = right(case)
-    wanted = [b if b is None or np.abs(b).max() > 1e-6 else b + 1 for b in wanted]  # all padding: zeros, absolutely
-    found = [a if a is None or np.abs(w - b).max() == 0 else a + 1 for a, b, w in zip(ours(case), right(case), wanted, strict=True)]
-    assert gap(found, wanted) < TOLERANCE
-
-
-@settings(max_examples=3, deadline=None, derandomize=True, phases=[Phase.generate])  # shrinking would compile for minutes
+# The default group draws the same cases every time: a change is judged by what it changed, not by luck. The slow one searches, other cases
+# in every run, and a failure prints its case, which then becomes one of `tests/parallel/test_context_edges.py`, and the seed
+# (--hypothesis-seed runs it again). Shrinking would compile for minutes.
+@settings(max_examples=3, deadline=None, derandomize=True, phases=[Phase.generate])
 @given(cases())
 def test_any_shape_segments_and_window(case):
     holds(case)
 
 
 @pytest.mark.slow
-@settings(max_examples=120, deadline=None, derandomize=True, phases=[Phase.generate])
+@settings(max_examples=120, deadline=None, derandomize=False, database=None, print_blob=True, phases=[Phase.generate])
 @given(cases())
 def test_more_shapes_segments_and_windows(case):
     holds(case)
 
 
-@pytest.mark.parametrize("method", CHOICES["method"])
-def test_packed_documents_do_not_leak(method):
+FIRST = {"ring": "zigzag", "ulysses": "contiguous", "gather": "striped", "usp": "zigzag"}  # the layout of each method in the default group
+WAYS = [
+    pytest.param(method, layout, marks=[] if FIRST[method] == layout else pytest.mark.slow)
+    for method in CHOICES["method"]
+    for layout in CHOICES["layout"]
+]
+
+
+@pytest.mark.parametrize(("method", "layout"), WAYS)
+def test_packed_documents_do_not_leak(method, layout):
     """A change of the first document changes nothing in the others, bit for bit; with one segment for all it does."""
-    case = Case(method=method, packed=True)
+    case = Case(method=method, layout=layout, packed=True)
     given, run = inputs(case), compiled(case)
     first = given["segments_BS"][0] == 1
     touched = {name: x.copy() for name, x in given.items()}
@@ -101,10 +120,10 @@ def test_packed_documents_do_not_leak(method):
     assert np.abs(joined[0][0, ~first] - joined[1][0, ~first]).max() > 0.1
 
 
-@pytest.mark.parametrize(("method", "extra"), [*((method, "plain") for method in CHOICES["method"]), ("ring", "sinks")])
-def test_rows_that_see_nothing(method, extra):
-    """Padding that fills whole devices: zeros and zero gradients, nothing infinite."""
-    case = Case(method=method, packed=True, extra=extra)
+@pytest.mark.parametrize(("method", "layout"), WAYS)
+def test_rows_that_see_nothing(method, layout):
+    """Padding that fills whole devices: zeros and zero gradients, nothing infinite, with sinks too."""
+    case = Case(method=method, layout=layout, packed=True, extra="sinks")
     given = inputs(case)
     blind = given["segments_BS"] == 0
     assert blind[1, 16:].all()

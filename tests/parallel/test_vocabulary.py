@@ -41,15 +41,16 @@ def dense_loss(x_BSD, table_VD, labels_BS, z_loss, cap):
     return jnp.where(labels_BS >= 0, log_z_BS - label_BS + z_loss * log_z_BS**2, 0).sum()
 
 
-def sharded_loss(mesh, settings, loss=vocabulary.loss):
-    """(loss, aux, dx, dtable) over data × tensor, gradients reduced as a step does."""
+def sharded_loss(mesh, settings, scale=1.0):
+    """(loss, aux, dx, dtable) over data × tensor, gradients of 3 times the loss reduced as a step does; a part of the 3 as the loss's own
+    scale, the rest from outside."""
 
     def local(x_BSD, table_VD, labels_BS):
         x_BSD, table_VD = vary(x_BSD, TENSOR), vary(table_VD, DATA)
 
         def scaled(x_BSD, table_VD):
-            total, aux = loss(x_BSD, table_VD, labels_BS, settings)
-            return 3 * total, (total, aux)
+            total, aux = vocabulary.loss(x_BSD, table_VD, labels_BS, settings, scale)
+            return 3 / scale * total, (total / scale, aux)
 
         (dx, dtable), (total, aux) = jax.grad(scaled, argnums=(0, 1), has_aux=True)(x_BSD, table_VD)
         return jax.tree.map(lambda a: all_reduce(a, DATA), (total, aux)), all_reduce(dx, TENSOR), all_reduce(dtable, DATA)
@@ -66,21 +67,21 @@ def close(a, b, tolerance=TOLERANCE):
 
 
 CASES = [
-    # data, tensor, chunk, z-loss, cap: chunks that divide and not, one token, more than there are
-    (1, 1, 32, 0.0, None),
-    (2, 2, 16, 0.0, None),
-    (2, 4, 5, 0.1, None),
-    (1, 4, 7, 0.0, 1.5),
-    (2, 2, 1, 0.1, 1.5),
-    (1, 2, 1000, 0.1, 1.5),
+    # data, tensor, chunk, z-loss, cap, scale: chunks that divide and not, one token, more than there are
+    (1, 1, 32, 0.0, None, 1.0),
+    (2, 2, 16, 0.0, None, 3.0),
+    (2, 4, 5, 0.1, None, 0.01),
+    (1, 4, 7, 0.0, 1.5, 3.0),
+    (2, 2, 1, 0.1, 1.5, 1.0),
+    (1, 2, 1000, 0.1, 1.5, 0.01),
 ]
 
 
-@pytest.mark.parametrize("data, tensor, chunk, z_loss, cap", CASES)
-def test_loss_and_gradients_equal_the_dense_ones(data, tensor, chunk, z_loss, cap):
+@pytest.mark.parametrize("data, tensor, chunk, z_loss, cap, scale", CASES)
+def test_loss_and_gradients_equal_the_dense_ones(data, tensor, chunk, z_loss, cap, scale):
     x_BSD, table_VD, labels_BS = arrays()
     settings = vocabulary.LossSettings(V, chunk, z_loss, cap)
-    (total, aux), dx, dtable = sharded_loss(mesh_of(data, tensor), settings)(x_BSD, table_VD, labels_BS)
+    (total, aux), dx, dtable = sharded_loss(mesh_of(data, tensor), settings, scale)(x_BSD, table_VD, labels_BS)
     expected, (expected_dx, expected_dtable) = jax.value_and_grad(dense_loss, argnums=(0, 1))(x_BSD, table_VD, labels_BS, z_loss, cap)
     close(total, expected)
     close(dx, 3 * expected_dx)
@@ -102,6 +103,18 @@ def test_without_differentiation_the_value_is_the_same():
 
     run = jax.shard_map(local, mesh=mesh_of(2, 2), in_specs=(P(DATA), P(TENSOR), P(DATA)), out_specs=P())
     close(jax.jit(run)(x_BSD, table_VD, labels_BS), dense_loss(x_BSD, table_VD, labels_BS, 0.1, 1.5))
+
+
+def test_the_scale_has_a_gradient_like_any_other_factor():
+    x_BSD, table_VD, labels_BS = arrays()
+    settings = vocabulary.LossSettings(V, 16, 0.1)
+
+    def local(x_BSD, table_VD, labels_BS, scale):
+        total = lambda scale: vocabulary.loss(x_BSD, table_VD, labels_BS, settings, scale)[0] ** 2  # noqa: E731
+        return jax.grad(total)(scale)
+
+    run = jax.shard_map(local, mesh=mesh_of(1, 4), in_specs=(P(), P(TENSOR), P(), P()), out_specs=P())
+    close(jax.jit(run)(x_BSD, table_VD, labels_BS, 3.0), 6 * dense_loss(x_BSD, table_VD, labels_BS, 0.1, None) ** 2)
 
 
 def test_unmasked_padding_would_be_noticed(monkeypatch):

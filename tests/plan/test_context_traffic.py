@@ -3,9 +3,11 @@
 import dataclasses
 from collections import Counter
 
+import numpy as np
 import pytest
 
 from jaxpar.config import Config, ContextConfig, DataConfig, MeshShape, ModelConfig, TrainConfig
+from jaxpar.models.decoder import DecoderFunctions
 from jaxpar.plan import formulas
 from jaxpar.plan.traffic import summary
 from tests.train.programs import measured, pairwise, traced
@@ -24,10 +26,10 @@ ROWS = pairwise(
 )
 
 
-def step(mesh=(4, 1, 2), method="ring", layout="zigzag", windows=(0,), documents="isolated", **train):
+def step(mesh=(4, 1, 2), method="ring", layout="zigzag", windows=(0,), documents="isolated", layers=MODEL.layers, **train):
     seq, data, tensor = mesh
     return Config(
-        model=dataclasses.replace(MODEL, windows=windows),
+        model=dataclasses.replace(MODEL, windows=windows, layers=layers),
         mesh=MeshShape(seq=seq, data=data, tensor=tensor),
         data=DataConfig(sequence=64, vocabulary=62, documents=documents),
         train=TrainConfig(
@@ -61,8 +63,10 @@ COMPILED = {
     "window, zigzag, again": step(zero=0, windows=(9,), remat="block"),
     "usp": step(zero=0, method="usp"),
     "gather": step(zero=0, method="gather", layout="striped"),
+    "windows that alternate": step(zero=0, windows=(9, 0), layout="contiguous", layers=4, attention_block=4),
+    "windows that alternate, zigzag": step(zero=1, windows=(9, 0), layers=4, attention_block=4),
 }
-QUICK = ("usp",)
+QUICK = ("usp", "windows that alternate")
 
 
 @pytest.mark.parametrize("name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in COMPILED])
@@ -70,6 +74,47 @@ def test_a_compiled_step_sends_exactly_what_the_formulas_say(name):
     run = COMPILED[name]
     expected, found = summary(formulas.step_traffic(run)), summary(measured(run).sent)
     assert {key: total.payload for key, total in found.items()} == {key: total.payload for key, total in expected.items()}
+
+
+def tiles(layout, window, devices=4, length=64, tile=4):
+    """Tiles of scores that a device of a ring computes for a head of a row: of all blocks that meet at a step on any device, those tiles
+    in which some device sees a key. A step is the same program on all of them."""
+    chunks = devices * (2 if layout == "zigzag" else 1)
+    size, found = length // chunks, 0
+
+    def seen(behind):  # tiles of two chunks that far apart, in tokens
+        i, j = np.mgrid[:size, :size]
+        visible = (behind + i - j >= 0) & ((behind + i - j < window) | (window == 0))
+        return int(visible.reshape(size // tile, tile, size // tile, tile).any((1, 3)).sum())
+
+    for step in range(devices):
+        if layout == "contiguous":
+            found += seen(step * size)
+        elif window:  # chunks meet those `step` before them
+            found += 2 * seen(step * size)
+        else:  # two of the four pairs of chunks are visible; at step 0 their own, and the early one by the late
+            found += 2 * seen(length) if step else 2 * seen(0) + seen(length)
+    return found
+
+
+def flops(run):
+    """Matrix products of a step on one device: six a matrix element and token, seven a tile of scores."""
+    model, mesh, batch = run.model, run.mesh, run.train.batch // run.mesh.data
+    matrices = sum(weight.elements for weight in formulas.weights(run) if weight.layers and len(weight.shape) > 1)
+    head = next(weight.elements for weight in formulas.weights(run) if weight.name == "head/table")
+    tokens, chunk = batch * run.data.sequence // mesh.seq, run.train.loss_chunk
+    scores = sum(tiles(run.train.context.layout, window) for window in model.layer_windows)
+    attention = 7 * 2 * 4 * 4 * model.head_width * batch * (model.heads // mesh.tensor) * scores
+    return 6 * (matrices * tokens * model.layers + head * -(-tokens // chunk) * chunk) + attention
+
+
+@pytest.mark.parametrize(
+    "name", ["windows that alternate", pytest.param("windows that alternate, zigzag", marks=pytest.mark.slow)], ids=str
+)
+def test_layers_compute_what_their_windows_reach(name):
+    """To the operation; a window of 9 needs 12 tiles, without one a contiguous ring of 4 computes 58 and zigzag 34."""
+    assert (tiles("contiguous", 9), tiles("contiguous", 0)) == (12, 58) and (tiles("zigzag", 9), tiles("zigzag", 0)) == (12, 34)
+    assert measured(COMPILED[name]).flops == flops(COMPILED[name])
 
 
 def keys(run, kind="permute"):
@@ -84,6 +129,8 @@ def test_closed_forms():
     assert keys(step(zero=0, layout="contiguous")) == 3 * 3 * block * times
     assert keys(step(zero=0, layout="contiguous", windows=(9,))) == 3 * 1 * block * times
     assert keys(step(zero=0, layout="zigzag", windows=(9,))) == 3 * 1 * block * times
+    assert keys(step(zero=0, layout="contiguous", windows=(9, 0), layers=5)) == 3 * (3 * 1 + 2 * 3) * block
+    assert keys(step(zero=0, layout="zigzag", windows=(9, 0), layers=5)) == 3 * (3 * 1 + 2 * 3) * block
 
 
 @pytest.mark.parametrize(
@@ -94,3 +141,11 @@ def test_closed_forms():
 def test_another_step_does_not_match(change):
     """Negative control: the formulas of any other setting disagree with the program."""
     assert executions(traced(step())) != executions(formulas.step_traffic(step(**change)))
+
+
+def test_a_window_known_at_run_time_sends_every_block(monkeypatch):
+    """Negative control: layers whose windows only arrays know."""
+    run = step(windows=(9, 0), layers=4, batch=16)
+    assert executions(traced(run)) == executions(formulas.step_traffic(run))
+    monkeypatch.setattr(DecoderFunctions, "blocks", property(lambda self: (self.block,) * self.config.layers))
+    assert executions(traced.__wrapped__(run)) != executions(formulas.step_traffic(run))

@@ -4,6 +4,7 @@ import dataclasses
 
 import jax
 import numpy as np
+import pytest
 
 from jaxpar.config import MeshShape
 from tests.train import runs
@@ -22,12 +23,15 @@ def collapsed(built):
     return built.first_state(params)
 
 
-def test_overflow_repeats_the_step():
-    run = runs.config(model=model(per_token=2), zero=1, expert_dispatch="ragged", expert_buffer=1.0)
-    run = dataclasses.replace(run, mesh=MeshShape(data=1, expert=4))
-    alone = runs.training(runs.config(model=run.model))
-    assert alone.repeat is None, "one device has room for everything"
-    want, metrics = alone.advance(collapsed(alone), runs.place(alone, runs.batch(run)))
+@pytest.mark.parametrize("dispatch, devices, zero", [("gather", 2, 0), pytest.param("ragged", 4, 1, marks=pytest.mark.slow)])
+def test_overflow_repeats_the_step(dispatch, devices, zero):
+    """What it should have been comes from a run that has the room: in the slow group one device, by default a program like the repeat's,
+    compiled once; that such a program equals one device is `test_experts_meshes`'."""
+    run = runs.config(model=model(per_token=2, correction=True), zero=zero, expert_dispatch=dispatch, expert_buffer=1.0)
+    run = dataclasses.replace(run, mesh=MeshShape(data=1, expert=devices))
+    roomy = runs.training(runs.config(model=run.model) if devices == 4 else runs.changed(run, expert_buffer=float(devices)))
+    assert roomy.repeat is None, "it has room for everything"
+    want, metrics = roomy.advance(collapsed(roomy), runs.place(roomy, runs.batch(run)))
     assert metrics["expert_overflow"] == 0
 
     built = runs.training(run)
@@ -43,3 +47,5 @@ def test_overflow_repeats_the_step():
     worst = runs.gap(jax.device_get(state["params"]), jax.device_get(want["params"]))
     assert worst[0] < 1e-11, worst
     assert runs.gap(jax.device_get(want["params"]), before["params"])[0] > 1e-3
+    bias = np.asarray(state["params"]["layers"]["mlp"]["correction"])
+    assert np.abs(bias).max() == run.model.moe.correction_rate, "the correction bias moved once, with the repeated step"

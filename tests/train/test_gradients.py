@@ -165,10 +165,10 @@ def test_joined_documents():
 class ThirdsOfLabels(DecoderFunctions):
     """A token's loss is a third of its label, times the first weight of the norm."""
 
-    def loss(self, params, x_BSD, labels_BS):
+    def loss(self, params, x_BSD, labels_BS, scale=1.0):
         thirds = jnp.where(labels_BS >= 0, labels_BS, 0).sum() / 3 * params["norm"]["weight"][0] + 0 * x_BSD.sum()
         total = collectives.all_reduce(thirds, "tensor")
-        return total, {"cross_entropy": jax.lax.stop_gradient(total), "z_loss": 0 * jax.lax.stop_gradient(total)}
+        return scale * total, {"cross_entropy": jax.lax.stop_gradient(total), "z_loss": 0 * jax.lax.stop_gradient(total)}
 
 
 @pytest.mark.parametrize("mesh", [{}, {"data": 2, "zero": 2}], ids=["one device", "data 2"])

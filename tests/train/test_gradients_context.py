@@ -28,6 +28,8 @@ MORE = {
     "remat attention": ("gather", "zigzag", {"seq": 4, "data": 2, "zero": 3, "remat": "attention"}),
     "ring striped": ("ring", "striped", {"seq": 8, "zero": 2, "accumulation": 2, "interleave": 2}),
     "ulysses over 4": ("ulysses", "striped", {"seq": 4, "data": 2, "zero": 3, "remat": "none"}),
+    "everything at once": ("ring", "zigzag", {"seq": 2, "data": 2, "tensor": 2, "zero": 3, "accumulation": 2, "interleave": 2}),
+    "everything at once, usp": ("usp", "striped", {"seq": 4, "data": 2, "zero": 3, "accumulation": 2, "interleave": 2, "remat": "block"}),
     "gather contiguous": ("gather", "contiguous", {"seq": 2, "data": 4, "zero": 0, "remat": "block"}),
 }
 

@@ -40,6 +40,14 @@ def test_lines_and_events(tmp_path):
     assert (20, "loss", pytest.approx(0.05)) in events(folder) and len(events(folder)) == 6
 
 
+def test_counts_of_experts(tmp_path):
+    """All of them in the file; in TensorBoard each layer's busiest expert over the layer's mean."""
+    with MetricsLog(tmp_path) as log:
+        log.write(3, {"expert_load": np.array([[4, 8, 0], [2, 2, 2]], np.int32)})
+    assert read_metrics(tmp_path) == [{"step": 3, "expert_load": [[4, 8, 0], [2, 2, 2]]}]
+    assert events(tmp_path) == [(3, "expert_load/0", 2.0), (3, "expert_load/1", 1.0)]
+
+
 def test_resume_drops_later_steps_and_a_torn_line(tmp_path):
     write(tmp_path, (10, 20, 30))
     with (tmp_path / "metrics.jsonl").open("a") as file:

@@ -6,7 +6,7 @@ import jax
 import pytest
 from rich.console import Console
 
-from jaxpar.train.progress import Progress, remaining
+from jaxpar.train.progress import Progress, describe_experts, remaining
 
 
 def shown(terminal):
@@ -20,6 +20,18 @@ def shown(terminal):
 def test_plain_lines():
     first, second = shown(False).splitlines()
     assert first.startswith("step 20/30  loss 3.2500  12,346 tokens/s  0:00:0") and second == "saved [20]"
+
+
+def test_experts_beside_the_loss():
+    metrics = {"expert_load_max": 1.3, "expert_dropped": 0, "expert_dropped_share": 0.0, "expert_overflow": 0}
+    assert describe_experts(metrics) == "busiest expert 1.30× the mean"
+    metrics |= {"expert_dropped": 5, "expert_dropped_share": 0.0125, "expert_overflow": 7}
+    assert describe_experts(metrics) == "busiest expert 1.30× the mean, 1.2% dropped, repeated with room for all"
+    assert describe_experts({"loss": 1.0}) == ""
+    out = io.StringIO()
+    with Progress(30, 10, Console(file=out, force_terminal=False, width=120)) as progress:
+        progress.update(20, 3.25, 12345.6, "busiest expert 1.30× the mean")
+    assert out.getvalue().startswith("step 20/30  loss 3.2500  busiest expert 1.30× the mean  12,346 tokens/s")
 
 
 def test_bar_on_a_terminal():

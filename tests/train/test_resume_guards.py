@@ -105,6 +105,16 @@ def test_at_step_0_only_the_model_is_fixed():
         check_same(saved, configfile.dump(configfile.from_dict({"model": {"norm_eps": 0.5}})), 0)
 
 
+def test_a_router_that_chooses_otherwise_is_refused_and_one_that_balances_otherwise_is_not():
+    def dumped(**moe):
+        return configfile.dump(configfile.from_dict({"model": {"moe": {"experts": 8, **moe}}}))
+
+    check_same(dumped(), dumped(balance_weight=0.1, correction_rate=0.01, z_weight=1e-3, jitter=0.1), 1)
+    for field, old, new in (("per_token", 2, 4), ("scale", 1.0, 2.5), ("router", "softmax_topk", "sigmoid"), ("normalise", "true", False)):
+        with pytest.raises(ValueError, match=rf"model\.moe\.{field}: the checkpoint was written with {old}, .*its weights mean nothing"):
+            check_same(dumped(), dumped(**{field: new}), 0)
+
+
 def test_a_run_that_diverges_says_so(tmp_path, capsys):
     text = tmp_path / "corpus.txt"
     text.write_text("the cat sat on the mat. " * 40)

@@ -6,10 +6,12 @@ from jaxpar.config import ModelConfig
 from torch_bridge.families.decoder import Family
 from torch_bridge.families.llama import LLAMA
 from torch_bridge.families.mistral import MISTRAL
+from torch_bridge.families.mixtral import MIXTRAL
 from torch_bridge.families.qwen2 import QWEN2
 from torch_bridge.families.qwen3 import QWEN3
+from torch_bridge.families.qwen3_moe import QWEN3_MOE
 
-FAMILIES = {family.name: family for family in (LLAMA, MISTRAL, QWEN2, QWEN3)}
+FAMILIES = {family.name: family for family in (LLAMA, MISTRAL, QWEN2, QWEN3, MIXTRAL, QWEN3_MOE)}
 
 
 def find_family(name: str) -> Family:

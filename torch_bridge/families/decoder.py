@@ -7,11 +7,14 @@ Family     name, architecture, rules, traits; `read` and `write` configurations
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from jaxpar.config import ModelConfig
-from torch_bridge.families.rope import read_rope, write_rope
+from torch_bridge.families.experts import ExpertTraits, read_experts, write_experts
+from torch_bridge.families.layers import spread
+from torch_bridge.families.rope import THETA, read_rope, write_rope
 from torch_bridge.families.settings import CONFIG, Settings
 from torch_bridge.mapping import Ignored, Rule
 
@@ -62,8 +65,9 @@ IGNORED = (
 class Traits:
     """How a torch class reads its configuration. A bias is always there (True), never (False), or as the named key says.
 
-    `kv_heads`, `head_width`, `window` are the class's defaults for absent keys, None where it derives them. `windows`: none at all,
-    one for all layers ("uniform"), or layers that have it and layers that have not ("by layer").
+    `kv_heads`, `head_width`, `norm_eps`, `theta`, `window` are the class's defaults for absent keys, None where it derives them. `windows`:
+    none at all, one for all layers ("uniform"; "switched" where use_sliding_window turns it on), or layers that have it and layers that
+    have not ("by layer"). `experts` None is a dense model. `inert`: values of keys that change nothing, others are refused.
     """
 
     kv_heads: int | None
@@ -72,19 +76,31 @@ class Traits:
     output_bias: bool | str = False
     mlp_bias: bool | str = False
     qk_norm: bool = False
+    norm_eps: float = 1e-6
+    theta: float = THETA
     windows: str = "none"
     window: int | None = None
+    experts: ExpertTraits | None = None
+    inert: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """One `model_type` of transformers."""
+    """One `model_type` of transformers. `rules` are the tensors of files, `stacked` those of a layer's experts in one tensor, which files
+    may hold as well and torch's modules do; empty where that is no difference. `dense` are those of a layer without experts, where a model
+    may have some."""
 
     name: str
     architecture: str
     rules: tuple[Rule, ...]
     traits: Traits
+    stacked: tuple[Rule, ...] = ()
+    dense: tuple[Rule, ...] = ()
     ignored: tuple[Ignored, ...] = field(default=IGNORED)
+
+    def table(self, model: ModelConfig, stacked: bool) -> tuple[Rule, ...]:
+        """The rules of a model."""
+        return spread(self.stacked or self.rules if stacked else self.rules, self.dense, model)
 
     @property
     def library(self) -> str:
@@ -105,7 +121,7 @@ class Family:
             "heads": heads,
             "kv_heads": settings.take("model.kv_heads", "num_key_value_heads", int, traits.kv_heads or heads, null=heads),
             "mlp_width": settings.take("model.mlp_width", "intermediate_size", int),
-            "norm_eps": settings.take("model.norm_eps", "rms_norm_eps", float, 1e-6),
+            "norm_eps": settings.take("model.norm_eps", "rms_norm_eps", float, traits.norm_eps),
             "tied": settings.take("model.tied", "tie_word_embeddings", bool, False),
             "qk_norm": traits.qk_norm,
         }
@@ -125,10 +141,12 @@ class Family:
         dropout = settings.raw.get("attention_dropout")
         if "attention_dropout" in ignore or dropout in (None, 0):
             settings.used.add("attention_dropout")
-        fields["rope"] = read_rope(settings, rope_length)
+        fields["rope"] = read_rope(settings, rope_length, traits.theta)
+        if traits.experts is not None:
+            fields["moe"] = read_experts(settings, traits.experts, layers, fields["mlp_width"])
         fields["windows"] = self._windows(settings, fields["layers"])
         never = {key: False for key in ("attention_bias", "mlp_bias", "use_sliding_window") if key not in settings.used}
-        settings.finish({**never, "attention_dropout": 0.0}, ignore)
+        settings.finish({**never, "attention_dropout": 0.0, **traits.inert}, ignore)
         return self._build(fields, settings), settings
 
     def _build(self, fields: dict[str, Any], settings: Settings) -> ModelConfig | None:
@@ -155,6 +173,10 @@ class Family:
             sliding = settings.take(where, "use_sliding_window", bool, False, null=False)
             first = settings.take(where, "max_window_layers", int, 28)
             settings.used.add("sliding_window")
+        if traits.windows == "switched":
+            sliding = settings.take(where, "use_sliding_window", bool, False, null=False)
+            settings.used |= {"sliding_window", "max_window_layers"}  # torch reads no layer from which on
+        one = traits.windows in ("uniform", "switched")
         if sliding:
             window = settings.take(where, "sliding_window", int, traits.window, null=None)
             if window is not None and window < 1:
@@ -164,7 +186,7 @@ class Family:
         if types is None:
             if not window or layers is None:
                 return (0,)
-            if traits.windows == "uniform" or first == 0:
+            if one or first == 0:
                 return (window,)
             return tuple(window if layer >= first else 0 for layer in range(layers)) if first < layers else (0,)
         settings.provenance[where] = f"{CONFIG}: layer_types and sliding_window"
@@ -181,7 +203,7 @@ class Family:
             )
             return (0,)
         windows = tuple(known[kind] for kind in types)
-        if traits.windows == "uniform" and set(windows) != {window or 0}:
+        if one and set(windows) != {window or 0}:
             settings.refuse("layer_types", f"one kind: torch's {self.name} gives all layers sliding_window", repr(sorted(set(types))))
         return (windows[0],) if len(set(windows)) == 1 else windows
 
@@ -212,6 +234,10 @@ class Family:
                 raise ValueError(f"model.{name}: {wanted} cannot be said, {self.name} has {said} there")
         if model.qk_norm != traits.qk_norm:
             raise ValueError(f"model.qk_norm: {model.qk_norm} cannot be said, {self.name} has {traits.qk_norm} there")
+        if traits.experts is not None:
+            raw |= write_experts(model, traits.experts, self.name)
+        elif model.moe.experts:
+            raise ValueError(f"model.moe.experts: {model.moe.experts} cannot be said, {self.name} has one dense MLP a layer")
         return {**raw, **self._write_windows(model)}
 
     def _write_windows(self, model: ModelConfig) -> dict[str, Any]:
@@ -221,11 +247,13 @@ class Family:
             if sizes:
                 raise ValueError(f"model.windows: {model.windows} cannot be said, {self.name} sees all keys")
             return {}
-        if len(sizes) > 1 or (self.traits.windows == "uniform" and len(set(windows)) > 1):
+        if len(sizes) > 1 or (self.traits.windows != "by layer" and len(set(windows)) > 1):
             raise ValueError(f"model.windows: {model.windows} cannot be said by {self.name}")
         window = sizes[0] if sizes else None
         if self.traits.windows == "uniform":
             return {"sliding_window": window}
+        if self.traits.windows == "switched":
+            return {"use_sliding_window": bool(sizes), "sliding_window": window}
         first = next((layer for layer, size in enumerate(windows) if size), model.layers)
         types = ["sliding_attention" if size else "full_attention" for size in windows]
         return {"use_sliding_window": bool(sizes), "sliding_window": window, "max_window_layers": first, "layer_types": types}

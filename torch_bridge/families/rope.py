@@ -14,7 +14,7 @@ from typing import Any
 from jaxpar.config import RopeConfig
 from torch_bridge.families.settings import CONFIG, REQUIRED, Settings
 
-THETA = 10_000.0  # the default of all classes here
+THETA = 10_000.0  # the default of most classes
 
 # type -> {key: (RopeConfig field, kind, default)}; a default of REQUIRED: none.
 TYPES: dict[str, dict[str, tuple[str, type, Any]]] = {
@@ -39,12 +39,13 @@ TYPES: dict[str, dict[str, tuple[str, type, Any]]] = {
 ORIGINAL = "original_max_position_embeddings"
 
 
-def read_rope(settings: Settings, static_length: int | None) -> RopeConfig | None:
-    """The rope of a configuration; None when a problem was noted. `static_length` is what the user declares for dynamic scaling."""
+def read_rope(settings: Settings, static_length: int | None, usual: float = THETA) -> RopeConfig | None:
+    """The rope of a configuration; None when a problem was noted. `static_length` is what the user declares for dynamic scaling,
+    `usual` the class's default of theta."""
     before = len(settings.problems)
     section, name = _section(settings)
     kind = _type(settings, section, name)
-    theta = _theta(settings, section, name)
+    theta = _theta(settings, section, name, usual)
     fields: dict[str, Any] = {"theta": theta}
     known = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
     if kind is not None:
@@ -118,15 +119,15 @@ def _type(settings: Settings, section: dict[str, Any], name: str) -> str | None:
     return kind
 
 
-def _theta(settings: Settings, section: dict[str, Any], name: str) -> float:
+def _theta(settings: Settings, section: dict[str, Any], name: str, usual: float) -> float:
     outer = settings.take("model.rope.theta", "rope_theta", float, None)
     inner = section.get("rope_theta")
     if inner is None:
         if outer is None:
             settings.provenance["model.rope.theta"] = f"{settings.library}'s default (rope_theta is absent)"
-        return THETA if outer is None else outer
+        return usual if outer is None else outer
     settings.provenance["model.rope.theta"] = f"{CONFIG}: {name}.rope_theta"
-    inner = settings.typed(f"{name}.rope_theta", inner, float, THETA)
+    inner = settings.typed(f"{name}.rope_theta", inner, float, usual)
     if outer is not None and outer != inner:
         settings.refuse("rope_theta", f"what {name}.rope_theta says, {inner!r}", repr(outer))
     return inner

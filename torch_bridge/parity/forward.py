@@ -9,6 +9,7 @@ Dims: B rows of all microbatches, S sequence, D model width, V vocabulary, L lay
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -17,7 +18,9 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from jaxpar.mesh import BATCH, SEQ, TENSOR
+from jaxpar.models import pattern
 from jaxpar.parallel import remat, zero
+from jaxpar.parallel.chain import linked
 from jaxpar.parallel.stack import Context, LayerStack
 from jaxpar.params import Tree
 from jaxpar.train.gradients import BATCH_SPECS
@@ -30,10 +33,10 @@ BETWEEN = PartitionSpec(BATCH, (SEQ, TENSOR))  # activations between blocks, und
 
 def logits(training: Training, params: Tree, batch: Arrays) -> np.ndarray:
     """A step's batch [microbatches, rows, S] -> logits [B, S, V], microbatches one after another, without vocabulary padding."""
-    functions, train = training.gradients.functions, training.config.train
+    functions, policy = training.gradients.functions, remat.policy(training.config.train.remat)
+    stack = linked({each.name: LayerStack(functions.blocks(each), policy) for each in pattern.segments(training.config.model)})
 
     def local(weights: Tree, batch: Arrays, context: Context) -> jax.Array:
-        stack = LayerStack(functions.block, remat.policy(train.remat))
         y_BSD, _, _ = stack.forward(weights["layers"], functions.embed(weights, batch["ids"], context), context)
         return functions.logits(weights, y_BSD)
 
@@ -48,26 +51,38 @@ def in_order(training: Training, array: np.ndarray, dim: int) -> np.ndarray:
 
 def activations(training: Training, params: Tree, batch: Arrays) -> list[np.ndarray]:
     """Outputs [B, S, D] of the embedding, of `PARTS` of layer after layer and of the last norm."""
-    functions = training.gradients.functions
+    functions, segments = training.gradients.functions, pattern.segments(training.config.model)
 
-    def layer(x_BSD: jax.Array, part: Any, context: Context) -> tuple[jax.Array, dict[str, jax.Array]]:
-        weights, own = part
-        block, context = functions.bind_block(weights), context._replace(layer=own)
-        out = {"attention_norm": block.attention_norm(x_BSD)}
-        out["attention"] = block.attention(out["attention_norm"], context)
-        out["mlp_norm"] = block.mlp_norm(x_BSD + out["attention"])
-        out["mlp"], _ = block.feed_forward(out["mlp_norm"], context)
-        out["layer"], _ = functions.block(weights, x_BSD, context)
-        return out["layer"], out
+    def unit(x_BSD: jax.Array, part: Any, context: Context, name: str) -> tuple[jax.Array, list[dict[str, jax.Array]]]:
+        found = []
+        for block, own in functions.bound(name, *part):
+            here = context._replace(layer=own)
+            out = {"attention_norm": block.attention_norm(x_BSD)}
+            out["attention"] = block.attention(out["attention_norm"], here)
+            out["mlp_norm"] = block.mlp_norm(x_BSD + out["attention"])
+            out["mlp"], _ = block.feed_forward(out["mlp_norm"], here)
+            x_BSD, _ = block(x_BSD, here)
+            found.append({**out, "layer": x_BSD})
+        return x_BSD, found
 
     def local(weights: Tree, batch: Arrays, context: Context) -> Any:
-        x_BSD = functions.embed(weights, batch["ids"], context)
-        y_BSD, inner = lax.scan(lambda x, part: layer(x, part, context), x_BSD, (weights["layers"], context.layer))
-        return x_BSD, inner, functions.bind_norm(weights["norm"])(y_BSD)
+        first_BSD = y_BSD = functions.embed(weights, batch["ids"], context)
+        inner = []
+        for name in (segment.name for segment in segments):
+            parts = (weights["layers"], context.layer) if len(segments) == 1 else (weights["layers"][name], context.layer[name])
+            y_BSD, found = lax.scan(functools.partial(unit, context=context, name=name), y_BSD, parts)
+            inner.append(found)
+        return first_BSD, inner, functions.bind_norm(weights["norm"])(y_BSD)
 
     places = (BETWEEN, PartitionSpec(None, *BETWEEN), BETWEEN)
     first, inner, last = jax.device_get(_run(training, local, places, params, batch))
-    layers = [inner[part][number] for number in range(training.config.model.layers) for part in PARTS]
+    layers = [
+        layer[part][place]
+        for segment, found in zip(segments, inner, strict=True)
+        for place in range(segment.units)
+        for layer in found
+        for part in PARTS
+    ]
     return [in_order(training, array, 1) for array in (first, *layers, last)]
 
 

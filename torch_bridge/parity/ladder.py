@@ -19,7 +19,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxpar.config import ContextConfig, MeshShape, OptimizerConfig, one_of, require
+from jaxpar.config import Config, ContextConfig, MeshShape, OptimizerConfig, one_of, require
 from jaxpar.mesh import make_mesh
 from jaxpar.params import Tree
 from jaxpar.train.step import Training, build_training
@@ -96,7 +96,7 @@ def subject(
     config = training.run_config(source.model, mesh, dtype, steps, sequence, optimizer, zero, context)
     built = build_training(config, make_mesh(mesh, jax.devices()[: mesh.devices]))
     params = import_params(source, built.mesh, built.shardings["params"], dtype)
-    return Subject(built, params, lambda tree: torch_arrays(tree, source.model, source.family.name))
+    return Subject(built, params, lambda tree: torch_arrays(tree, source.model, source.family.name, stacked=True))
 
 
 def climb(one: Subject, folder: str | Path, tolerance: float, bisect: bool = False) -> Report:
@@ -106,7 +106,7 @@ def climb(one: Subject, folder: str | Path, tolerance: float, bisect: bool = Fal
     batches = training.batches(config, config.train.steps)
     found = jaxpar_side(one, batches)
     model = reference.load(folder)
-    wanted = torch_side(model, batches, config.optimizer)
+    wanted = torch_side(model, batches, config)
     rungs = against(found, wanted)
     first = None
     if bisect:
@@ -119,7 +119,7 @@ def climb(one: Subject, folder: str | Path, tolerance: float, bisect: bool = Fal
     if dtype != "float64":
         del model
         gc.collect()
-        narrow = against(torch_side(reference.load(folder, dtype), batches, config.optimizer), wanted)
+        narrow = against(torch_side(reference.load(folder, dtype), batches, config), wanted)
     return Report(dtype, sizes, tolerance, rungs, narrow, first)
 
 
@@ -145,11 +145,12 @@ def jaxpar_side(one: Subject, batches: list[Arrays]) -> Side:
     return Side(logits, loss, one.by_name(grads), trained.losses, *map(one.by_name, (trained.params, trained.mean, trained.square)))
 
 
-def torch_side(model: reference.Reference, batches: list[Arrays], rule: OptimizerConfig) -> Side:
-    """The same of torch. The model is trained by it."""
+def torch_side(model: reference.Reference, batches: list[Arrays], config: Config) -> Side:
+    """The same of torch, its balancing loss that of `config`'s microbatches. The model is trained by it."""
+    parts = config.train.accumulation if config.model.moe.balance_weight else 0
     logits = model.logits(batches[0]["ids"])
-    loss, gradients = model.gradients(batches[0])
-    trained = model.train(batches, rule)
+    loss, gradients = model.gradients(batches[0], parts)
+    trained = model.train(batches, config.optimizer, parts)
     return Side(logits, loss, gradients, trained.losses, trained.parameters, trained.mean, trained.square)
 
 

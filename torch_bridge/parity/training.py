@@ -18,9 +18,11 @@ import numpy as np
 
 from jaxpar import rules
 from jaxpar.config import Config, ContextConfig, DataConfig, MeshShape, ModelConfig, OptimizerConfig, TrainConfig
+from jaxpar.mesh import EXPERT
 from jaxpar.params import Tree
 from jaxpar.train.data import lay_out
 from jaxpar.train.step import Training, row_order
+from torch_bridge.parity.backward import total
 from torch_bridge.parity.report import Arrays
 
 OPTIMIZER = OptimizerConfig(learning_rate=1e-3, schedule="constant", eps=1e-8, weight_decay=0.1, clip=1.0)
@@ -38,8 +40,10 @@ def run_config(
     optimizer: OptimizerConfig = OPTIMIZER,
     zero: int = 1,
     context: ContextConfig = CONTEXT,
+    experts: tuple[str, ...] = (EXPERT,),
 ) -> Config:
-    """A run as hard as a real one: sequence parallel, ZeRO, two microbatches, several tiles of attention and loss.
+    """A run as hard as a real one: sequence parallel, ZeRO, two microbatches, several tiles of attention and loss. Experts have room for
+    every token, so that no program is repeated.
 
     `sequence` is raised to what the mesh divides; rows are few, and every device has some of each microbatch. Raises ValueError
     where the model does not fit the mesh.
@@ -64,6 +68,8 @@ def run_config(
             attention="blockwise",
             attention_block=16,
             loss_chunk=64,
+            expert_axes=experts,
+            expert_buffer=float(math.prod(getattr(mesh, axis) for axis in experts)),
         ),
     )
     rules.check_run(config, mesh.devices)
@@ -119,7 +125,7 @@ def train(training: Training, params: Tree, batches: Sequence[Arrays]) -> Traine
     for batch in batches:
         placed = {name: jax.device_put(value, training.batch_shardings[name]) for name, value in batch.items()}
         state, metrics = training.step(state, placed)
-        losses.append(float(metrics["loss"]) if not int(metrics["skipped"]) else math.nan)
+        losses.append(total(training.config, metrics) if not int(metrics["skipped"]) else math.nan)
     adam = state["optimizer"][0]
     return Trained(losses, *jax.device_get((state["params"], adam.mu, adam.nu)))
 
