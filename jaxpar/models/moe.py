@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 ROUTER = 2  # where a layer draws noise, after dropout's two places
 Aux = dict[str, jax.Array]
-GPU_BLOCK = 512  # rows that a block of experts' matmuls should have on a GPU
+BLOCK = {"cpu": 128, "gpu": 512}  # rows that a block of experts' matmuls should have, where that wastes little
 
 
 def by_row(factor_R1: jax.Array, bias_GO: nnx.Param | None, sizes_G: jax.Array) -> jax.Array:
@@ -153,7 +153,7 @@ class MoE(nnx.Module):
     def experts(self, rows_RD: jax.Array, weights_R: jax.Array, sizes_G: jax.Array) -> jax.Array:
         """This device's experts on rows sorted by expert, results times the rows' weights."""
         gate_GFD, up_GFD, down_GDF = (each[...] for each in (self.gate, self.up, self.down))
-        block = default_block(rows_RD.shape[0], sizes_G.size, GPU_BLOCK if self.dispatch.platform == "gpu" else 0)
+        block = default_block(rows_RD.shape[0], sizes_G.size, BLOCK[self.dispatch.platform])
         if self.fused:
             return grouped_mlp(rows_RD, weights_R, gate_GFD, up_GFD, down_GDF, sizes_G, self.activation, block)
         gate_RF = checkpoint_name(grouped_matmul(rows_RD, gate_GFD, sizes_G, block), "mlp_gate")

@@ -29,7 +29,7 @@ import jax.numpy as jnp
 from jaxpar.config import Config
 from jaxpar.mesh import AXES, REPLICA, TENSOR
 from jaxpar.plan.context import context_traffic
-from jaxpar.plan.experts import expert_traffic
+from jaxpar.plan.experts import expert_traffic, sparse_layers
 from jaxpar.plan.traffic import Collective
 from jaxpar.plan.weights import Weight, microbatch, replicas, token_shards, weights
 from jaxpar.plan.weights import send as _send
@@ -114,7 +114,9 @@ def _activations(config: Config) -> list[Collective]:
     loss enters. The transpose of each is the other."""
     train, (b, s) = config.train, microbatch(config)
     elements, again, blocks = b * s * config.model.width, SENT_AGAIN[train.remat], crossings(config)
-    parts, each = train.interleave, config.model.layers * train.accumulation
+    parts, each = train.interleave, train.accumulation
+    # Of a group of layers that is computed again, all but the last one's MLP leave again.
+    inside = sparse_layers(config) * (config.model.moe.every - 1) if config.model.moe.experts else 0
     enters, leaves = ("all_gather", "reduce_scatter") if train.sequence_parallel else ("", "all_reduce")
 
     def send(what: str, kind: str, count: int, parts: int = 1) -> list[Collective]:
@@ -122,7 +124,7 @@ def _activations(config: Config) -> list[Collective]:
         return sent if kind else []  # without sequence parallelism every device has all tokens already
 
     passes = [("forward", enters, blocks), ("forward", leaves, blocks), ("backward", leaves, blocks), ("backward", enters, blocks)]
-    passes += [("again", enters, again[0] * blocks // 2), ("again", leaves, again[1])]
+    passes += [("again", enters, again[0] // 2 * blocks), ("again", leaves, again[1] * (config.model.layers + inside))]
     if train.collective_matmul and config.mesh.tensor > 1:  # each all-gather and reduce-scatter is t - 1 permutes of a chunk
         parts = config.mesh.tensor
         passes = [(what, "permute", times * (parts - 1)) for what, _, times in passes]
@@ -135,10 +137,10 @@ def _activations(config: Config) -> list[Collective]:
 
 
 def crossings(config: Config) -> int:
-    """How often a block's activations enter and leave what `tensor` splits: attention, and the MLP or the shared expert. What experts
+    """How often activations enter and leave what `tensor` splits, all layers: attention, and the MLP or the shared expert. What experts
     whose columns it splits add is in `experts.py`."""
-    moe = config.model.moe
-    return 2 if not moe.experts or moe.shared_width else 1
+    routed_alone = sparse_layers(config) if not config.model.moe.shared_width else 0
+    return 2 * config.model.layers - routed_alone
 
 
 def _loss(config: Config) -> list[Collective]:

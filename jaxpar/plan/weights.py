@@ -79,6 +79,8 @@ def weights(config: Config) -> list[Weight]:
     rows_travel = config.train.zero == 3 and n > 1 and not config.model.tied and config.model.width % n == 0
     found = []
     for name, spec in flatten(declared(config.model, t)):
+        if spec.role == "state":  # moved by counts, not by gradients; whole everywhere
+            continue
         shape, axes = [], set[str]()
         for size, axis in zip(spec.layer_shape, spec.layer_axes, strict=True):
             target = _target(config, axis, size)
