@@ -20,12 +20,10 @@ E, K, D, TOKENS = 8, 2, 32, 32 * 16  # of a step
 EXPERT, FOLDED, WHOLE = ("expert",), ("expert", "tensor"), ("expert", "seq", "tensor")
 
 
-def run(data=1, expert=1, seq=1, tensor=1, shared=0, balance="sequence", layers=3, pattern=(0, 1), **train):
-    dense, every = pattern
-    mixed = {"dense_layers": dense, "every": every, "correction": every > 1}
-    moe = MoeConfig(experts=E, per_token=K, width=24, balance=balance, balance_weight=0.01, shared_width=shared, **mixed)
+def run(data=1, expert=1, seq=1, tensor=1, shared=0, balance="sequence", moe=(), **train):
+    moe = MoeConfig(experts=E, per_token=K, width=24, balance=balance, balance_weight=0.01, shared_width=shared, **dict(moe))
     return Config(
-        model=ModelConfig(vocabulary=64, width=D, layers=layers, heads=4, kv_heads=2, head_width=8, mlp_width=48, moe=moe),
+        model=ModelConfig(vocabulary=64, width=D, layers=3, heads=4, kv_heads=2, head_width=8, mlp_width=48, moe=moe),
         mesh=MeshShape(data=data, expert=expert, seq=seq, tensor=tensor),
         data=DataConfig(sequence=16, vocabulary=64),
         train=TrainConfig(**{"batch": 32, "attention": "blockwise", **train}),
@@ -36,6 +34,7 @@ FEW = {
     "ragged": run(2, 2, 1, 2, remat="block", balance="microbatch", accumulation=2, interleave=2, zero=1),
     "gather": run(2, 4, remat="matmuls", zero=3, expert_dispatch="gather"),
     "capacity": run(2, 2, 1, 2, remat="outputs", shared=24, zero=2, expert_dispatch="capacity", sequence_parallel=False),
+    "columns, in chunks": run(2, 2, 1, 2, remat="block", expert_columns=True, expert_chunks=2, shared=24, moe={"dense_layers": 1}),
     "folded over tensor": run(2, 2, 1, 2, remat="block", zero=3, expert_axes=FOLDED),
     "folded over seq and tensor": run(1, 2, 2, 2, remat="attention", zero=3, expert_axes=WHOLE, shared=24),
 }
@@ -43,11 +42,14 @@ MORE = {
     **{f"{m} {r}": run(2, 2, 1, 2, remat=r, expert_dispatch=m) for m in ("ragged", "gather", "capacity") for r in ("none", "block")},
     "no sequence parallelism": run(2, 2, 1, 2, sequence_parallel=False, zero=1),
     "expert alone": run(1, 8, remat="block", zero=3),
+    **{f"columns {r}": run(2, 2, 1, 2, remat=r, expert_columns=True) for r in ("none", "matmuls", "outputs")},
+    "columns, replicated": run(2, 2, 1, 2, expert_columns=True, sequence_parallel=False, zero=2),
+    "columns, ring": run(2, 2, 1, 2, remat="block", expert_columns=True, shared=24, collective_matmul=True),
+    "expert choice": run(2, 2, 1, 2, remat="block", moe={"router": "expert_choice"}),
+    "correction": run(2, 2, 1, 2, zero=3, accumulation=2, moe={"router": "sigmoid", "correction": True}),
+    "every third": run(2, 2, 1, 2, remat="block", zero=2, balance="layers", moe={"every": 3}),
     "data alone": run(8, 1, remat="block", zero=3),
     "seq beside expert": run(1, 2, 2, 2, zero=2, accumulation=2),
-    "patterns": run(2, 2, 1, 2, layers=5, pattern=(1, 2), remat="block", zero=1, accumulation=2),
-    "patterns, ZeRO-3": run(2, 2, 1, 2, layers=5, pattern=(1, 2), shared=24, remat="block", zero=3),
-    "a dense layer first": run(2, 2, 1, 2, layers=3, pattern=(1, 1), balance="microbatch", remat="block", zero=3, accumulation=2),
 }
 
 
