@@ -78,8 +78,8 @@ class State(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Generator:
-    """A model on a mesh, ready to generate. `params` are in the compute dtype, split over `tensor` and experts over `expert`, equal over
-    `data` and `seq`. Prompts and the cache are split over `data` and `expert`, and over `seq`."""
+    """A model on a mesh, ready to generate. `params` are in the compute dtype, split over `tensor` (columns of experts too, where it divides
+    their width) and experts over `expert`, equal over `data` and `seq`. Prompts and the cache are split over `data` and `expert`, and over `seq`."""
 
     config: Config
     mesh: Mesh
@@ -102,8 +102,8 @@ class Generator:
 
         A row's tokens depend on its prompt, and when sampled on `seed`, its number and the position, never on mesh or batch; where two
         logits are equal within the rounding of the compute dtype, meshes may choose differently. Sends, a token: two all-reduces of
-        B·D values a layer and one for the embedding, and what `parallel/context/cache.py` and `parallel/sampling.py` say; with experts one
-        all-reduce a layer, and all tokens to all devices of `expert` and back. No choice of an expert is ever dropped.
+        B·D values a layer and one for the embedding, and what `parallel/context/cache.py` and `parallel/sampling.py` say; with experts all
+        tokens to all devices of `expert` and back. No choice of an expert is ever dropped.
 
         Raises ValueError naming the argument. Every process calls it with the same arguments and gets all rows.
         """
@@ -297,9 +297,12 @@ def parameter_places(config: Config, mesh: Mesh) -> tuple[Tree, Tree]:
 
 
 def _dropless(config: Config, mesh: Mesh) -> Config:
-    """Experts over `expert` alone, since tokens are equal along `tensor`, all tokens gathered, with room for every choice."""
-    room = float(mesh.shape[EXPERT])
-    return replace(config, train=replace(config.train, expert_axes=(EXPERT,), expert_dispatch="gather", expert_buffer=room))
+    """Experts over `expert` alone, since tokens are equal along `tensor`, which splits an expert's columns where it divides them; all tokens
+    gathered, with room for every choice."""
+    tensor, room = mesh.shape[TENSOR], float(mesh.shape[EXPERT])
+    columns = tensor > 1 and bool(config.model.moe.experts) and config.model.moe.width % tensor == 0
+    how = {"expert_axes": (EXPERT,), "expert_dispatch": "gather", "expert_buffer": room, "expert_chunks": 1, "expert_columns": columns}
+    return replace(config, train=replace(config.train, **how))
 
 
 def build_generator(config: Config, mesh: Mesh, params: Tree) -> Generator:
@@ -331,5 +334,6 @@ def build_generator(config: Config, mesh: Mesh, params: Tree) -> Generator:
         expert_axes=config.train.expert_axes,
         expert_dispatch=config.train.expert_dispatch,
         expert_buffer=config.train.expert_buffer,
+        expert_columns=config.train.expert_columns,
     )
     return Generator(config, mesh, fitted, partitions, decoder_functions(model, Replicated(), options))
