@@ -78,8 +78,9 @@ class State(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Generator:
-    """A model on a mesh, ready to generate. `params` are in the compute dtype, split over `tensor` (columns of experts too, where it divides
-    their width) and experts over `expert`, equal over `data` and `seq`. Prompts and the cache are split over `data` and `expert`, and over `seq`."""
+    """A model on a mesh, ready to generate. `params` are in the compute dtype, split over `tensor` (columns of experts too, where it
+    divides them) and experts over `expert`, equal over `data` and `seq`. Prompts and the cache are split over `data` and `expert`, and over
+    `seq`."""
 
     config: Config
     mesh: Mesh
@@ -297,12 +298,12 @@ def parameter_places(config: Config, mesh: Mesh) -> tuple[Tree, Tree]:
 
 
 def _dropless(config: Config, mesh: Mesh) -> Config:
-    """Experts over `expert` alone, since tokens are equal along `tensor`, which splits an expert's columns where it divides them; all tokens
-    gathered, with room for every choice."""
+    """Experts over `expert` alone, since tokens are equal along `tensor`, which splits an expert's columns where it divides them; all
+    tokens gathered, with room for every choice."""
     tensor, room = mesh.shape[TENSOR], float(mesh.shape[EXPERT])
     columns = tensor > 1 and bool(config.model.moe.experts) and config.model.moe.width % tensor == 0
-    how = {"expert_axes": (EXPERT,), "expert_dispatch": "gather", "expert_buffer": room, "expert_chunks": 1, "expert_columns": columns}
-    return replace(config, train=replace(config.train, **how))
+    train = replace(config.train, expert_axes=(EXPERT,), expert_dispatch="gather", expert_buffer=room, expert_chunks=1)
+    return replace(config, train=replace(train, expert_columns=columns))
 
 
 def build_generator(config: Config, mesh: Mesh, params: Tree) -> Generator:

@@ -313,7 +313,8 @@ def _check_experts(config: Config) -> None:
     if train.expert_columns and config.model.moe.width % mesh.tensor:
         works = _nearest(mesh.tensor, lambda size: config.model.moe.width % size == 0)
         raise ValueError(
-            f"train.expert_columns: mesh.tensor {mesh.tensor} does not divide model.moe.width {config.model.moe.width}; sizes that work: {works}"
+            f"train.expert_columns: mesh.tensor {mesh.tensor} does not divide model.moe.width {config.model.moe.width}; "
+            f"sizes that work: {works}"
         )
     _check_chunks(config)
     k = config.model.moe.per_token

@@ -132,8 +132,8 @@ class MoE(nnx.Module):
 
     def dispatched(self, x_BSD: jax.Array, weights_BSK: jax.Array, chosen_BSK: jax.Array) -> tuple[jax.Array, expert.Lost]:
         """Routed tokens through this device's part of the experts, and what was not computed."""
-        flat = (each.reshape(-1, each.shape[-1]) for each in (x_BSD, weights_BSK, chosen_BSK))
-        y_TD, lost = expert.through(*flat, self.experts, self.dispatch)
+        x_TD, weights_TK, chosen_TK = (each.reshape(-1, each.shape[-1]) for each in (x_BSD, weights_BSK, chosen_BSK))
+        y_TD, lost = expert.through(x_TD, weights_TK, chosen_TK, self.experts, self.dispatch)
         return y_TD.reshape(x_BSD.shape), lost
 
     def by_columns(self, x_BSD: jax.Array, weights_BSK: jax.Array, chosen_BSK: jax.Array) -> tuple[jax.Array, expert.Lost]:
