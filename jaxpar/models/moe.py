@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 ROUTER = 2  # where a layer draws noise, after dropout's two places
 Aux = dict[str, jax.Array]
-GPU_BLOCK = 512  # rows that a block of experts' matmuls should have on a GPU
+BLOCK = {"cpu": 128, "gpu": 512}  # rows that a block of experts' matmuls should have, where that wastes little
 
 
 def by_row(factor_R1: jax.Array, bias_GO: nnx.Param | None, sizes_G: jax.Array) -> jax.Array:
@@ -100,8 +100,8 @@ class MoE(nnx.Module):
         valid_BS = self.valid(x_BSD, context)
         logits_BSE = self.logits(self.jittered(x_BSD, context))
         weights_TK, chosen_TK = self.routed(logits_BSE, valid_BS)
-        routed_BSK = (each.reshape(batch, length, -1) for each in (weights_TK, chosen_TK))
-        y_BSD, lost = (self.by_columns if self.columns else self.dispatched)(x_BSD, *routed_BSK)
+        weights_BSK, chosen_BSK = (each.reshape(batch, length, -1) for each in (weights_TK, chosen_TK))
+        y_BSD, lost = (self.by_columns if self.columns else self.dispatched)(x_BSD, weights_BSK, chosen_BSK)
         if self.shared is not None:
             y_BSD = y_BSD + self.shared(x_BSD)
         aux = self.aux(logits_BSE, chosen_TK.reshape(batch, length, -1), valid_BS)
@@ -139,8 +139,8 @@ class MoE(nnx.Module):
     def by_columns(self, x_BSD: jax.Array, weights_BSK: jax.Array, chosen_BSK: jax.Array) -> tuple[jax.Array, expert.Lost]:
         """The same where each expert's columns are split over `tensor`: all tokens enter, with their weights and choices, results are
         partial sums and leave. Every device of a tensor group dispatches all of their tokens; one of them counts what was lost."""
-        whole = (self.boundary.enter(each) for each in (x_BSD, weights_BSK, chosen_BSK))
-        y_BSD, lost = self.dispatched(*whole)
+        enter = self.boundary.enter
+        y_BSD, lost = self.dispatched(enter(x_BSD), enter(weights_BSK), enter(chosen_BSK))
         first = collectives.axis_index(TENSOR) == 0
         return self.boundary.leave(y_BSD), jax.tree.map(lambda count: jnp.where(first, count, 0), lost)
 
@@ -153,7 +153,7 @@ class MoE(nnx.Module):
     def experts(self, rows_RD: jax.Array, weights_R: jax.Array, sizes_G: jax.Array) -> jax.Array:
         """This device's experts on rows sorted by expert, results times the rows' weights."""
         gate_GFD, up_GFD, down_GDF = (each[...] for each in (self.gate, self.up, self.down))
-        block = default_block(rows_RD.shape[0], sizes_G.size, GPU_BLOCK if self.dispatch.platform == "gpu" else 0)
+        block = default_block(rows_RD.shape[0], sizes_G.size, BLOCK[self.dispatch.platform])
         if self.fused:
             return grouped_mlp(rows_RD, weights_R, gate_GFD, up_GFD, down_GDF, sizes_G, self.activation, block)
         gate_RF = checkpoint_name(grouped_matmul(rows_RD, gate_GFD, sizes_G, block), "mlp_gate")

@@ -14,8 +14,8 @@ class Options:
     """`attention` is auto, blockwise or cudnn; `attention_block` the queries and keys of one tile; `loss_chunk` the tokens whose logits
     exist at once, `mlp_chunk` those whose hidden values do (0: all); `context` how `seq` shares attention; `platform` the devices that run
     it ("cpu", "gpu"), which need not be those that compile it. The `expert_` fields are
-    `parallel.expert.Dispatch`'s, `expert_columns` as in `config.TrainConfig`; `expert_fused` computes experts' gate and up again in
-    the backward, for policies that would anyway."""
+    `parallel.expert.Dispatch`'s, `expert_columns` as in `config.TrainConfig`; `expert_fused` computes experts' gate and up again in the
+    backward, for policies that would anyway."""
 
     attention: str = "auto"
     attention_block: int = 512

@@ -34,7 +34,8 @@ class Visits(NamedTuple):
 
 def default_block(rows: int, groups: int, wanted: int = 16) -> int:
     """Rows of a block: a power of two up to 1024, such that visits beyond the rows cost at most 3% where that leaves 16 or more, and at
-    most an eighth where that leaves `wanted`: a GPU takes longer to start a visit of few rows than to multiply them."""
+    most an eighth where that leaves at most `wanted`: starting a visit takes longer than multiplying few rows, and adding up its weight
+    gradients more memory traffic."""
     block = 16
     while block < 1024 and 2 * block * max(groups - 1, 1) * (8 if 2 * block <= wanted else 32) <= rows:
         block *= 2

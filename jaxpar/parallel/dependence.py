@@ -30,9 +30,19 @@ def needed(
             continue
         if op.loop is not None:
             op = narrow_loop(op, set(asked), inside)
+        elif op.name == "optimization_barrier":
+            op = _narrow_barrier(op, set(asked))
         keep.append(op)
         want |= values_of(op.inputs)
     return keep[::-1], want
+
+
+def _narrow_barrier(op: Op, asked: set[Value]) -> Op:
+    """A barrier of those values alone that somebody reads: an order that the forward wants is no reason to compute the others again."""
+    assert op.eqn is not None
+    places = [n for n, v in enumerate(op.outputs) if v in asked]
+    eqn = op.eqn.replace(invars=[op.eqn.invars[n] for n in places], outvars=[op.eqn.outvars[n] for n in places])
+    return replace(op, inputs=tuple(op.inputs[n] for n in places), outputs=tuple(op.outputs[n] for n in places), eqn=eqn)
 
 
 def upstream(ops: Sequence[Op], values: Iterable[Atom]) -> list[Op]:

@@ -111,9 +111,13 @@ def through(x_TD: jax.Array, weights_TK: jax.Array, chosen_TK: jax.Array, expert
     trips = [method(x, weights, chosen, dispatch, ways) for x, weights, chosen in zip(*cut, strict=True)]
     results, arrived = [], trips[0].send()
     for number, trip in enumerate(trips):
-        following = trips[number + 1].send() if number + 1 < chunks else None
-        results.append(trip.back(experts(*arrived)).astype(x_TD.dtype))
-        arrived = following if following is not None else arrived
+        y_RD = experts(*arrived)
+        if number + 1 < chunks:
+            # What travels meanwhile has arrived when these experts are done, and the others' gradients likewise in the backward.
+            rows_RD, *others = trips[number + 1].send()
+            y_RD, rows_RD = collectives.barrier((y_RD, rows_RD))
+            arrived = (rows_RD, *others)
+        results.append(trip.back(y_RD).astype(x_TD.dtype))
     lost = jax.tree.map(lambda *each: sum(each[1:], each[0]), *(trip.lost for trip in trips))
     return jnp.concatenate(results) if chunks > 1 else results[0], lost
 

@@ -79,7 +79,8 @@ def run_together(ops: Sequence[Op], envs: Sequence[Env], results: Iterable[Atom]
 
 
 def _run_alone(ops: Sequence[Op], env: Env, results: Iterable[Atom], entering: set[Value], due: Any) -> Any:
-    """Evaluate `ops` for a batch in one part. `due` has arrived when the last matmul that `results` need begins.
+    """Evaluate `ops` for a batch in one part. `due` has arrived when the last matmul that `results` need begins, or where that is a loop of
+    them (experts'), when it ends: a loop takes most of the layer's time, and nothing can arrive in the middle of it.
 
     Where a layer sends activations of its own, XLA would put both transfers beside each other at the layer's end, with no matmul behind
     either. Where it sends none, nothing is tied: weights may take as long as the layer.
@@ -89,9 +90,11 @@ def _run_alone(ops: Sequence[Op], env: Env, results: Iterable[Atom], entering: s
     if due is None or last is None or not any(op.name in EXCHANGES for op in chain):
         run(ops, env)
         return due
-    first = upstream(ops, last.inputs)
+    first, tied = upstream(ops, last.inputs), values_of(last.inputs)
+    if last.name == "while":
+        first, tied = upstream(ops, last.outputs), set(last.outputs)
     run(first, env)
-    inputs = [v for v in env if v in values_of(last.inputs) & reached(first, entering)]
+    inputs = [v for v in env if v in tied & reached(first, entering)]
     due, values = barrier((due, [env[v] for v in inputs]))
     env.update(zip(inputs, values, strict=True))
     done = set(first)

@@ -139,7 +139,8 @@ def report(compiled: Compiled, simulation: simulate.Simulation | None = None) ->
     memory       see `memory.measure`; `fits` in the `usable` bytes, cuDNN's workspace included
     collectives  {axis, kind, asynchronous, count, bytes, expected_bytes}, `bytes` sent by one GPU over a ring; `unexpected` with sources
     flops        {program, model}
-    counted_at_most  loops that end early at run time, as attention's where a layer has its own window: work and time are then upper bounds
+    counted_at_most  loops that end early at run time, as attention's where a layer has its own window and experts' where their buffer is
+                 not full: work and time are then upper bounds
     time         see `simulated`
     custom_calls by name; `kernels` of Pallas with their grid; `copies` of large buffers
     """

@@ -19,11 +19,10 @@ from __future__ import annotations
 
 import math
 
-import jax.numpy as jnp
-
 from jaxpar.config import Config
-from jaxpar.mesh import AXES, REPLICA, SEQ, TENSOR
-from jaxpar.plan.traffic import Collective, ring_bytes
+from jaxpar.mesh import REPLICA, SEQ, TENSOR
+from jaxpar.plan import weights
+from jaxpar.plan.traffic import Collective
 
 # How often a backward sends again what its forward sent to experts, for values that the policy did not keep: (tokens, weights and counts).
 DISPATCHED_AGAIN = {"none": (0, 0), "matmuls": (0, 1), "outputs": (1, 1), "attention": (1, 1), "block": (1, 1)}
@@ -36,11 +35,20 @@ def expert_traffic(config: Config) -> list[Collective]:
     return [*_dispatch(config), *_columns(config), *_counts(config), *_metrics(config)]
 
 
-def _send(config: Config, what: str, kind: str, axes: tuple[str, ...], count: int, elements: int, dtype: str) -> list[Collective]:
-    axes = tuple(axis for axis in AXES if axis in axes and getattr(config.mesh, axis) > 1)
-    group, payload = math.prod(getattr(config.mesh, axis) for axis in axes), count * elements * jnp.dtype(dtype).itemsize
-    sent = ring_bytes(kind, group, payload) if axes else 0
-    return [Collective(kind, axes, group, count, sent, payload, dtype, False, f"experts, {what}")] if axes and count else []
+def sparse_layers(config: Config) -> int:
+    """Layers that have experts."""
+    moe = config.model.moe
+    return (config.model.layers - moe.dense_layers) // moe.every if moe.experts else 0
+
+
+def choices(config: Config) -> int:
+    """Experts that a token may be sent to: all of them where experts choose."""
+    moe = config.model.moe
+    return moe.experts if moe.router == "expert_choice" else moe.per_token
+
+
+def _sent(config: Config, what: str, kind: str, axes: tuple[str, ...], count: int, elements: int, dtype: str) -> list[Collective]:
+    return weights.send(config, f"experts, {what}", kind, axes, count, elements, dtype)
 
 
 def _wide(config: Config) -> str:
@@ -65,12 +73,12 @@ def _dispatch(config: Config) -> list[Collective]:
     n, tokens = math.prod(getattr(config.mesh, axis) for axis in axes), math.prod(_rows(config)) // train.expert_chunks
     if train.expert_columns and train.sequence_parallel:
         tokens *= config.mesh.tensor
-    times = config.model.layers * train.accumulation * train.interleave * train.expert_chunks
+    times = sparse_layers(config) * train.accumulation * train.interleave * train.expert_chunks
     again, counted_again = DISPATCHED_AGAIN[train.remat]
-    width, k, dtype = config.model.width, moe.per_token, train.compute_dtype
+    width, k, dtype = config.model.width, choices(config), train.compute_dtype
 
     def send(what: str, kind: str, count: int, elements: int, dtype: str) -> list[Collective]:
-        return _send(config, what, kind, axes, count * times, elements, dtype)
+        return _sent(config, what, kind, axes, count * times, elements, dtype)
 
     if train.expert_dispatch == "gather":
         whole = n * tokens
@@ -101,11 +109,11 @@ def _columns(config: Config) -> list[Collective]:
         return []
 
     def send(what: str, kind: str, count: int, width: int, dtype: str) -> list[Collective]:
-        times = config.model.layers * train.accumulation * train.interleave
+        times = sparse_layers(config) * train.accumulation * train.interleave
         shards = config.mesh.tensor if train.sequence_parallel else 1
-        return _send(config, what, kind, (TENSOR,), count * times, shards * tokens * width, dtype)
+        return _sent(config, what, kind, (TENSOR,), count * times, shards * tokens * width, dtype)
 
-    width, k = config.model.width, moe.per_token
+    width, k = config.model.width, choices(config)
     if not train.sequence_parallel:
         results = send("results, and gradients of tokens", "all_reduce", 2, width, train.compute_dtype)
         return [*results, *send("gradients of weights", "all_reduce", 1, k, _wide(config))]
@@ -122,23 +130,35 @@ def _columns(config: Config) -> list[Collective]:
 def _counts(config: Config) -> list[Collective]:
     """Choices and tokens of each row, over the axes that split it; of a whole microbatch over all, where the balancing loss wants that."""
     train, moe, (rows, _), split = config.train, config.model.moe, _rows(config), _token_axes(config)
-    times, again = config.model.layers * train.accumulation * train.interleave, int(train.remat != "none")
-    found = _send(config, "load of a row", "all_reduce", split, (1 + again) * times, rows * moe.experts, "int32")
-    found += _send(config, "tokens of a row", "all_reduce", split, 2 * times, rows, "int32")
-    if moe.balance == "microbatch":
-        found += _send(
-            config, "load of a microbatch", "all_reduce", (*REPLICA, *split), train.accumulation, config.model.layers * moe.experts, "int32"
+    times, again = sparse_layers(config) * train.accumulation * train.interleave, int(train.remat != "none")
+    found = _sent(config, "load of a row", "all_reduce", split, (1 + again) * times, rows * moe.experts, "int32")
+    found += _sent(config, "tokens of a row", "all_reduce", split, 2 * times, rows, "int32")
+    if moe.router == "expert_choice":
+        shards, tokens = math.prod(getattr(config.mesh, axis) for axis in split), rows * _rows(config)[1]
+        for values, dtype in ((moe.experts, _wide(config)), (1, "bool")):
+            found += _sent(config, "what experts choose from", "all_gather", split, (1 + again) * times, shards * tokens * values, dtype)
+    if moe.balance != "sequence":
+        found += _sent(
+            config,
+            "load of a microbatch",
+            "all_reduce",
+            (*REPLICA, *split),
+            train.accumulation,
+            sparse_layers(config) * moe.experts,
+            "int32",
         )
     return found
 
 
 def _metrics(config: Config) -> list[Collective]:
-    """Balancing loss, z-loss and entropy; choices that overflowed and that were dropped."""
+    """Balancing loss, z-loss and entropy; choices that overflowed and that were dropped; the load of every expert."""
     axes = (*REPLICA, *_token_axes(config))
     losses = (*axes, TENSOR) if config.train.expert_columns else axes
     names = {"balance": _wide(config), "z": _wide(config), "entropy": _wide(config), "overflow": "int32", "dropped": "int32"}
-    return [
+    counts = sparse_layers(config) * config.model.moe.experts if config.model.moe.balance == "sequence" else 0  # else summed already
+    load = _sent(config, "load", "all_reduce", axes, 1, counts, "int32") if counts else []
+    return load + [
         one
         for name, dtype in names.items()
-        for one in _send(config, name, "all_reduce", losses if name in ("overflow", "dropped") else axes, 1, 1, dtype)
+        for one in _sent(config, name, "all_reduce", losses if name in ("overflow", "dropped") else axes, 1, 1, dtype)
     ]

@@ -24,119 +24,18 @@ The last layer's weights, gathered in the forward, serve the backward too: hence
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
-
 import jax.numpy as jnp
 
 from jaxpar.config import Config
 from jaxpar.mesh import AXES, REPLICA, TENSOR
-from jaxpar.models.decoder import declared
-from jaxpar.params import flatten
 from jaxpar.plan.context import context_traffic
-from jaxpar.plan.experts import expert_traffic
-from jaxpar.plan.traffic import Collective, ring_bytes
+from jaxpar.plan.experts import expert_traffic, sparse_layers
+from jaxpar.plan.traffic import Collective
+from jaxpar.plan.weights import Weight, microbatch, replicas, state_elements, token_shards, weights
+from jaxpar.plan.weights import send as _send
 
 # How often the backward of a layer sends again what its forward sent, to compute values that the policy did not keep: (enter, leave).
 SENT_AGAIN = {"none": (0, 0), "matmuls": (2, 0), "outputs": (2, 0), "attention": (2, 1), "block": (2, 1)}
-
-# Logical axes that `tensor` splits; "kv_heads" only where there are enough.
-SPLIT_BY_TENSOR = frozenset(("heads", "kv_heads", "mlp", "vocabulary"))
-
-
-@dataclass(frozen=True)
-class Weight:
-    """One parameter on one device.
-
-    shape     of one layer, split by `tensor`, not by ZeRO
-    layers    how many of them are stacked; 0 outside the layers
-    partial   its gradient is a partial sum over `tensor`
-    split     ZeRO splits it over the replicas
-    on_tensor `tensor` splits it
-    columns   the embedding's table where its rows travel instead of it (ZeRO-3)
-    copies    axes of REPLICA over which it is whole before ZeRO: all of them, but for experts those that experts are not split over
-    ways      devices along `copies`
-    axes      mesh axes that split it before ZeRO
-    role      of its record in `params.py`
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    layers: int
-    partial: bool
-    split: bool
-    on_tensor: bool
-    columns: bool
-    role: str
-    copies: tuple[str, ...]
-    ways: int
-    axes: tuple[str, ...]
-
-    @property
-    def elements(self) -> int:
-        """Of one layer."""
-        return math.prod(self.shape)
-
-    @property
-    def total(self) -> int:
-        """Of all layers."""
-        return self.elements * max(self.layers, 1)
-
-
-def replicas(config: Config) -> int:
-    return math.prod(getattr(config.mesh, axis) for axis in REPLICA)
-
-
-def token_shards(config: Config) -> int:
-    """Parts of a row between blocks: t under sequence parallelism."""
-    return config.mesh.tensor if config.train.sequence_parallel else 1
-
-
-def weights(config: Config) -> list[Weight]:
-    """Every parameter of the model on one device."""
-    t, n = config.mesh.tensor, replicas(config)
-    rows_travel = config.train.zero == 3 and n > 1 and not config.model.tied and config.model.width % n == 0
-    found = []
-    for name, spec in flatten(declared(config.model, t)):
-        shape, axes = [], set[str]()
-        for size, axis in zip(spec.layer_shape, spec.layer_axes, strict=True):
-            target = _target(config, axis, size)
-            shape.append(size // math.prod(getattr(config.mesh, each) for each in target))
-            axes |= set(target)
-        inside = bool({"heads", "kv_heads", "head_dim", "mlp"} & set(spec.layer_axes))
-        copies = tuple(axis for axis in REPLICA if axis not in axes)
-        ways = math.prod(getattr(config.mesh, axis) for axis in copies)
-        found.append(
-            Weight(
-                name=name,
-                shape=tuple(shape),
-                layers=spec.shape[0] if spec.stacked else 0,
-                partial=t > 1 and TENSOR not in axes and (inside or token_shards(config) > 1),
-                split=config.train.zero > 0 and ways > 1 and any(size % ways == 0 for size in shape),
-                on_tensor=t > 1 and TENSOR in axes,
-                columns=rows_travel and name == "embedding/table" and math.prod(microbatch(config)) // token_shards(config) <= shape[0],
-                role=spec.role,
-                copies=copies,
-                ways=ways,
-                axes=tuple(axis for axis in AXES if axis in axes),
-            )
-        )
-    return found
-
-
-def _target(config: Config, axis: str, size: int) -> tuple[str, ...]:
-    """The mesh axes that split a dim of a parameter."""
-    if axis == "experts":
-        return config.train.expert_axes
-    split = SPLIT_BY_TENSOR | ({"expert_mlp"} if config.train.expert_columns else set())
-    fits = axis in split and not (axis == "kv_heads" and size < config.mesh.tensor)
-    return (TENSOR,) if fits else ()
-
-
-def microbatch(config: Config) -> tuple[int, int]:
-    """(B, S) of one device."""
-    mesh, train = config.mesh, config.train
-    return train.batch // train.accumulation // (mesh.data * mesh.expert), config.data.sequence // mesh.seq
 
 
 def _itemsize(dtype: str) -> int:
@@ -145,13 +44,6 @@ def _itemsize(dtype: str) -> int:
 
 def _scalar_dtype(config: Config) -> str:
     return "float64" if config.train.compute_dtype == "float64" else "float32"
-
-
-def _send(config: Config, what: str, kind: str, axes: tuple[str, ...], count: int, elements: int, dtype: str) -> list[Collective]:
-    """`count` collectives of `elements` each; none where the axes are one device."""
-    axes = tuple(axis for axis in AXES if axis in axes and getattr(config.mesh, axis) > 1)
-    group, payload = math.prod(getattr(config.mesh, axis) for axis in axes), count * elements * _itemsize(dtype)
-    return [Collective(kind, axes, group, count, ring_bytes(kind, group, payload), payload, dtype, False, what)] if axes and count else []
 
 
 def step_traffic(config: Config) -> list[Collective]:
@@ -222,7 +114,9 @@ def _activations(config: Config) -> list[Collective]:
     loss enters. The transpose of each is the other."""
     train, (b, s) = config.train, microbatch(config)
     elements, again, blocks = b * s * config.model.width, SENT_AGAIN[train.remat], crossings(config)
-    parts, each = train.interleave, config.model.layers * train.accumulation
+    parts, each = train.interleave, train.accumulation
+    # Of a group of layers that is computed again, all but the last one's MLP leave again.
+    inside = sparse_layers(config) * (config.model.moe.every - 1) if config.model.moe.experts else 0
     enters, leaves = ("all_gather", "reduce_scatter") if train.sequence_parallel else ("", "all_reduce")
 
     def send(what: str, kind: str, count: int, parts: int = 1) -> list[Collective]:
@@ -230,7 +124,7 @@ def _activations(config: Config) -> list[Collective]:
         return sent if kind else []  # without sequence parallelism every device has all tokens already
 
     passes = [("forward", enters, blocks), ("forward", leaves, blocks), ("backward", leaves, blocks), ("backward", enters, blocks)]
-    passes += [("again", enters, again[0] * blocks // 2), ("again", leaves, again[1])]
+    passes += [("again", enters, again[0] // 2 * blocks), ("again", leaves, again[1] * (config.model.layers + inside))]
     if train.collective_matmul and config.mesh.tensor > 1:  # each all-gather and reduce-scatter is t - 1 permutes of a chunk
         parts = config.mesh.tensor
         passes = [(what, "permute", times * (parts - 1)) for what, _, times in passes]
@@ -243,10 +137,10 @@ def _activations(config: Config) -> list[Collective]:
 
 
 def crossings(config: Config) -> int:
-    """How often a block's activations enter and leave what `tensor` splits: attention, and the MLP or the shared expert. What experts
+    """How often activations enter and leave what `tensor` splits, all layers: attention, and the MLP or the shared expert. What experts
     whose columns it splits add is in `experts.py`."""
-    moe = config.model.moe
-    return 2 if not moe.experts or moe.shared_width else 1
+    routed_alone = sparse_layers(config) if not config.model.moe.shared_width else 0
+    return 2 * config.model.layers - routed_alone
 
 
 def _loss(config: Config) -> list[Collective]:
@@ -273,9 +167,8 @@ def _norm(config: Config) -> list[Collective]:
     several = [axis for axis in AXES if getattr(config.mesh, axis) > 1]
     splits = [{*weight.axes, *(weight.copies if weight.split else ())} for weight in weights(config)]
     kinds = {tuple(axis for axis in several if axis in axes) for axes in splits}
-    return [
-        one for axes in sorted(kinds) for one in _send(config, "norm of the gradients", "all_reduce", axes, 1, 1, _scalar_dtype(config))
-    ]
+    dtype = _scalar_dtype(config)
+    return [one for axes in sorted(kinds) for one in _send(config, "norm of the gradients", "all_reduce", axes, 1, 1, dtype)]
 
 
 def state_bytes(config: Config) -> int:
@@ -284,7 +177,7 @@ def state_bytes(config: Config) -> int:
     moments = {"adamw": 2, "lion": 1, "sgd": 1, "muon": 2, "adafactor": 0}[config.optimizer.name]
     matrices = 1 if config.optimizer.name == "muon" else moments
     counters = {"lion": 4, "adamw": 4, "sgd": 3}.get(config.optimizer.name, 0)  # step, skipped, the rule's if it counts, the schedule's
-    elements = 0
+    elements = state_elements(config)
     for weight in weights(config):
         copies = 1 + (matrices if weight.role == "matrix" else moments)
         elements += copies * (weight.total // (weight.ways if weight.split else 1))

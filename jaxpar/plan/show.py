@@ -127,8 +127,8 @@ def _work(config: Config, report: dict[str, Any]) -> str:
     ]
     if loops := report["counted_at_most"]:
         lines.append(
-            f"an upper bound, as is the time: {loops} loops over tiles of attention end where a layer's window does, at run time, and are "
-            "counted as if there were none"
+            f"an upper bound, as is the time: {loops} loops end at run time, over tiles of attention where a layer's window does, over "
+            "rows of experts with those that came, and are counted as if they did not"
         )
     for each in report["kernels"]:
         flops = f"{each['flops'] * each['count'] / 1e12:.3f} TFLOP" if each["flops"] else "no matmul"

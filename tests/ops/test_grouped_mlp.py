@@ -67,6 +67,26 @@ def test_bfloat16():
         np.testing.assert_allclose(a.astype(jnp.float64), b, rtol=3e-2, atol=3e-2 * float(abs(b).max()))
 
 
+def test_visits_without_rows_are_not_made(monkeypatch):
+    """64 rows in blocks of 8 with 4 groups are 11 visits at most; 9, 0, 7 and 5 rows need 4 of them."""
+    from jaxpar.ops import grouped_mlp as module
+
+    made, own_rows = [], module.own_rows
+
+    def counted(block, here):
+        jax.debug.callback(lambda group: made.append(int(group)), here.group)
+        return own_rows(block, here)
+
+    monkeypatch.setattr(module, "own_rows", counted)
+    x, (_, gate, up, down), _ = drawn()
+    x, weight = jnp.concatenate([x, x])[:64], jnp.ones(64)
+    for sizes, visited in (([9, 0, 7, 5], [0, 0, 2, 3]), ([0, 0, 0, 0], []), ([20, 20, 20, 4], None)):
+        made.clear()
+        jax.block_until_ready(grouped_mlp(x, weight, gate, up, down, jnp.asarray(sizes, jnp.int32), "silu", 8))
+        jax.effects_barrier()
+        assert sorted(made) == visited if visited is not None else len(made) == 10
+
+
 def test_cost_and_memory():
     """11 matmuls of the rows, at most 4% more; no array of R rows by F, which three matmuls have."""
     rows, width, wide, groups = 32768, 8, 32, 4

@@ -20,8 +20,8 @@ E, K, D, TOKENS = 8, 2, 32, 32 * 16  # of a step
 EXPERT, FOLDED, WHOLE = ("expert",), ("expert", "tensor"), ("expert", "seq", "tensor")
 
 
-def run(data=1, expert=1, seq=1, tensor=1, shared=0, balance="sequence", **train):
-    moe = MoeConfig(experts=E, per_token=K, width=24, balance=balance, balance_weight=0.01, shared_width=shared)
+def run(data=1, expert=1, seq=1, tensor=1, shared=0, balance="sequence", moe=(), **train):
+    moe = MoeConfig(experts=E, per_token=K, width=24, balance=balance, balance_weight=0.01, shared_width=shared, **dict(moe))
     return Config(
         model=ModelConfig(vocabulary=64, width=D, layers=3, heads=4, kv_heads=2, head_width=8, mlp_width=48, moe=moe),
         mesh=MeshShape(data=data, expert=expert, seq=seq, tensor=tensor),
@@ -34,6 +34,7 @@ FEW = {
     "ragged": run(2, 2, 1, 2, remat="block", balance="microbatch", accumulation=2, interleave=2, zero=1),
     "gather": run(2, 4, remat="matmuls", zero=3, expert_dispatch="gather"),
     "capacity": run(2, 2, 1, 2, remat="outputs", shared=24, zero=2, expert_dispatch="capacity", sequence_parallel=False),
+    "columns, in chunks": run(2, 2, 1, 2, remat="block", expert_columns=True, expert_chunks=2, shared=24, moe={"dense_layers": 1}),
     "folded over tensor": run(2, 2, 1, 2, remat="block", zero=3, expert_axes=FOLDED),
     "folded over seq and tensor": run(1, 2, 2, 2, remat="attention", zero=3, expert_axes=WHOLE, shared=24),
 }
@@ -41,6 +42,12 @@ MORE = {
     **{f"{m} {r}": run(2, 2, 1, 2, remat=r, expert_dispatch=m) for m in ("ragged", "gather", "capacity") for r in ("none", "block")},
     "no sequence parallelism": run(2, 2, 1, 2, sequence_parallel=False, zero=1),
     "expert alone": run(1, 8, remat="block", zero=3),
+    **{f"columns {r}": run(2, 2, 1, 2, remat=r, expert_columns=True) for r in ("none", "matmuls", "outputs")},
+    "columns, replicated": run(2, 2, 1, 2, expert_columns=True, sequence_parallel=False, zero=2),
+    "columns, ring": run(2, 2, 1, 2, remat="block", expert_columns=True, shared=24, collective_matmul=True),
+    "expert choice": run(2, 2, 1, 2, remat="block", moe={"router": "expert_choice"}),
+    "correction": run(2, 2, 1, 2, zero=3, accumulation=2, moe={"router": "sigmoid", "correction": True}),
+    "every third": run(2, 2, 1, 2, remat="block", zero=2, balance="layers", moe={"every": 3}),
     "data alone": run(8, 1, remat="block", zero=3),
     "seq beside expert": run(1, 2, 2, 2, zero=2, accumulation=2),
 }

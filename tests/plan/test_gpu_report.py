@@ -69,7 +69,7 @@ def test_windows_known_at_run_time_are_counted_at_most(monkeypatch):
     compiled = compiling.compile_run(ALTERNATING, hardware.load("h100"))
     report = compiling.report(compiled)
     assert report["counted_at_most"] == 2 and report["flops"]["program"] > report["flops"]["model"]
-    assert "an upper bound, as is the time: 2 loops over tiles" in show.text(compiled, report)
+    assert "an upper bound, as is the time: 2 loops end at run time, over tiles" in show.text(compiled, report)
 
 
 def processor_seconds():

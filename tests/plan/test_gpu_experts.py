@@ -1,0 +1,84 @@
+"""Mixtures of experts compiled for H100s: bytes on every axis are the formulas', and Mixtral-8x7B on 64 of them within its bounds."""
+
+import dataclasses
+import math
+
+import pytest
+
+from jaxpar.config import Config, DataConfig, MeshShape, MoeConfig, TrainConfig
+from jaxpar.plan import compile as compiling
+from jaxpar.plan import formulas, hardware, loops, sent, simulate, work
+from jaxpar.plan.hlo import parse
+from tests.plan import gpu
+from tests.plan.gpu_runs import MODEL
+
+pytestmark = gpu.MARKS
+
+
+def run(mesh, shared=0, **train):
+    moe = MoeConfig(experts=16, per_token=2, width=256, balance="microbatch", balance_weight=0.01, shared_width=shared)
+    return Config(
+        model=dataclasses.replace(MODEL, moe=moe),
+        mesh=MeshShape(**mesh),
+        data=DataConfig(sequence=512, documents="joined"),
+        train=TrainConfig(**{"batch": 16, "zero": 3, "loss_chunk": 256, **train}),
+    )
+
+
+RUNS = {
+    "ragged, in chunks": run({"data": 2, "expert": 4}, remat="block", expert_chunks=2, shared=256),
+    "ragged, folded": run({"expert": 4, "tensor": 2}, remat="matmuls", expert_axes=("expert", "tensor")),
+    "capacity, columns": run({"data": 2, "expert": 2, "tensor": 2}, remat="outputs", expert_dispatch="capacity", expert_columns=True),
+    "gather, folded over seq": run({"data": 2, "seq": 2, "tensor": 2}, expert_dispatch="gather", expert_axes=("expert", "seq", "tensor")),
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_bytes_by_axis_and_kind_are_those_of_the_formulas(name):
+    compiled = compiling.compile_run(RUNS[name], hardware.load("h100"))
+    rows, unexpected = sent.compare(compiled.text, compiled.mesh, formulas.step_traffic(RUNS[name]))
+    assert unexpected == []
+    assert {(row["axis"], row["kind"]): row["bytes"] for row in rows} == {(row["axis"], row["kind"]): row["expected_bytes"] for row in rows}
+
+
+@pytest.fixture(scope="module")
+def mixtral():
+    return gpu.compiled("mixtral_8x7b_h100x64")
+
+
+T, D, F, K, LAYERS, WAYS = 8192, 4096, 14336, 2, 32, 8
+
+
+def test_mixtral_fits_in_17_gib_as_predicted(mixtral):
+    """MaxText: 21.6."""
+    report = compiling.report(mixtral)
+    assert report["memory"]["peak"] <= 17 * 2**30 and report["fits"]
+    assert report["memory"]["predicted_peak"] == pytest.approx(report["memory"]["peak"], rel=0.10)
+
+
+def test_mixtral_sends_each_choice_once_a_direction_and_nothing_else(mixtral):
+    """Tokens out, results back; in the backward tokens out again, and both gradients: 5 times K T D (n-1)/n, in two bytes each."""
+    rows, unexpected = sent.compare(mixtral.text, mixtral.mesh, formulas.step_traffic(mixtral.config))
+    assert unexpected == [] and all(row["bytes"] == row["expected_bytes"] for row in rows)
+    (experts,) = (row for row in rows if row["kind"] == "ragged_all_to_all")
+    choices = 5 * 2 * D + 3 * 4  # and the weight of each, three times, in float32
+    assert experts["axis"] == "expert" and experts["asynchronous"]
+    assert experts["bytes"] == LAYERS * K * T * choices * (WAYS - 1) // WAYS
+    counts = next(row["bytes"] for row in rows if row["axis"] == "expert" and row["kind"] == "all_to_all")
+    assert counts <= 1e-5 * experts["bytes"]
+
+
+def test_mixtral_computes_the_rows_of_its_buffer_at_most(mixtral):
+    """11 matmuls of an expert's three for each row: 3, two again, 6 of gradients. Loops end with the rows that came; read from the program
+    is the buffer, 1.5 times the balanced load."""
+    model, done = mixtral.config.model, work.measure(mixtral.text)
+    heads = 2 * (model.heads + model.kv_heads) * model.head_width
+    others = 4 * LAYERS * 2 * T * D * heads + 3 * 2 * T * D * model.vocabulary
+    buffer = 11 * 2 * math.ceil(1.5 * K * T) * D * F * LAYERS
+    assert buffer <= done.matmul - others <= 1.01 * buffer
+    assert done.at_most == len([each for each in loops.at_most(parse(mixtral.text)) if not loops.tile_pairs(parse(mixtral.text), each)]) > 0
+
+
+def test_mixtral_hides_its_exchanges(mixtral):
+    """At most 5% of the step waits for `expert`."""
+    assert simulate.simulate(mixtral.text, mixtral.mesh, mixtral.hardware).exposed("expert") <= 0.05
