@@ -11,7 +11,8 @@ import pytest
 
 from jaxpar import cli, configfile, generate
 from jaxpar.config import Config, ContextConfig, MeshShape, MoeConfig, RopeConfig, TrainConfig
-from jaxpar.decode import Generator, build_generator, parameter_places
+from jaxpar.decode import Generator, build_generator
+from jaxpar.decode_places import parameter_places
 from jaxpar.mesh import make_mesh
 from jaxpar.train.checkpoint import Checkpoints
 from jaxpar.train.tokenizer import save_tokenizer, train_tokenizer
