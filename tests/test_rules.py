@@ -237,6 +237,11 @@ EXPERTS = {"model": {"moe": MoeConfig(experts=12, per_token=2)}}
             r"train.expert_axes: folding .*; set train.sequence_parallel=true, or leave tensor out",
         ),
         (
+            {"model": {"moe": MoeConfig(experts=12, width=6)}, "mesh": {"data": 2, "tensor": 4}, "train": {"expert_columns": True}},
+            r"train.expert_columns: mesh.tensor 4 does not divide model.moe.width 6; sizes that work: 1, 2, 3, 6$",
+        ),
+        ({"train": {"expert_chunks": 3}}, r"train.expert_chunks: \d+ tokens .* do not divide in 3 chunks; numbers that work: 1, 2, 4$"),
+        (
             {"train": {"expert_dispatch": "capacity", "expert_capacity": 0.25}},
             r"train.expert_capacity: 0.25 is below 1/k = 0.5: at least 75% of .* about 2,048 of a step's 4,096 tokens or more",
         ),
@@ -244,7 +249,7 @@ EXPERTS = {"model": {"moe": MoeConfig(experts=12, per_token=2)}}
 )
 def test_check_run_refuses_experts(sections, message):
     with pytest.raises(ValueError, match=message) as error:
-        check_run(changed(**EXPERTS, **sections), 8)
+        check_run(changed(**{**EXPERTS, **sections}), 8)
     assert "\n" not in str(error.value)
 
 
@@ -260,6 +265,7 @@ def test_check_run_takes_experts_that_divide():
         ("expert_dispatch", "alltoall", r"train.expert_dispatch: 'alltoall' is not one of ragged, capacity, gather"),
         ("expert_buffer", 0.5, r"train.expert_buffer: 0.5 must be at least 1"),
         ("expert_capacity", 0.0, r"train.expert_capacity: 0.0 must be positive"),
+        ("expert_chunks", 0, r"train.expert_chunks: 0 must be at least 1"),
         ("expert_priority", "first", r"train.expert_priority: 'first' is not one of position, weight"),
     ],
 )

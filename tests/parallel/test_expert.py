@@ -12,7 +12,8 @@ from jaxpar.config import MeshShape
 from jaxpar.mesh import BATCH, EXPERT, SEQ, TENSOR, make_mesh
 from jaxpar.ops.grouped_matmul import grouped_matmul
 from jaxpar.parallel.collectives import all_reduce, padded_all_to_all, varying
-from jaxpar.parallel.expert import Dispatch, moe
+from jaxpar.ops.router import Router, select
+from jaxpar.parallel.expert import Dispatch, moe, through
 
 T, K, D, F, E = 48, 3, 5, 4, 12  # tokens of all devices together
 
@@ -59,7 +60,7 @@ def _program(shape, dispatch):
             def experts(rows, weights, sizes):
                 return grouped_matmul(jnp.tanh(grouped_matmul(rows, up, sizes, 8)) * weights[:, None], down, sizes, 8)
 
-            return moe(x, weights, chosen, experts, dispatch)
+            return through(x, weights, chosen, experts, dispatch)
 
         y, transpose, lost = jax.vjp(forward, x, weights, up, down, has_aux=True)
         dx, dweights, dup, ddown = transpose(dy)
@@ -107,6 +108,48 @@ def test_equals_one_device(fold, method):
         got, want = outcome(run, kind), one_device(kind)
         assert not got[1].overflow.any() and not got[1].dropped.any()
         assert gap((got[0], *got[2:]), (want[0], *want[2:])) < 1e-11, kind
+
+
+def test_chunks_equal_one_device():
+    """Each with a buffer of its own: three chunks of 4 tokens a device."""
+    got, want = outcome(program("expert", "ragged", buffer_factor=4.0, chunks=3)), one_device("uneven")
+    assert not got[1].overflow.any() and gap((got[0], *got[2:]), (want[0], *want[2:])) < 1e-11
+
+
+def test_moe_in_somebody_elses_shard_map():
+    """Axes of another name, a router with weights of its own, gradients by jax.grad from outside: equal to every token through each of its
+    experts without any mesh."""
+    x, _, _, up, down = drawn()
+    matrix = np.random.default_rng(5).normal(size=(E, D))
+    kind = Router(kind="softmax_topk", k=K)
+    mesh = jax.make_mesh((4,), ("workers",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def local(x, matrix, up, down):
+        def experts(rows, weights, sizes):
+            return grouped_matmul(jnp.tanh(grouped_matmul(rows, up, sizes, 8)) * weights[:, None], down, sizes, 8)
+
+        dispatch = Dispatch(experts=E, axes=("workers",), method="ragged", buffer_factor=4.0, chunks=2)
+        y, lost = moe(x, lambda x: select(kind, x @ matrix.T), experts, dispatch)
+        return y, lost.overflow[None]
+
+    by_worker = P("workers")
+    sharded = jax.shard_map(local, mesh=mesh, in_specs=(by_worker, P(), by_worker, by_worker), out_specs=(by_worker, by_worker))
+
+    def plain(x, matrix, up, down):
+        weights, chosen = select(kind, x @ matrix.T)
+        each = jnp.einsum("tef,edf->ted", jnp.tanh(jnp.einsum("td,efd->tef", x, up)), down)
+        return (jnp.take_along_axis(each, chosen[..., None], 1) * weights[..., None]).sum(1), jnp.zeros(1)
+
+    def run(function):
+        def loss(*arrays):
+            y, overflow = function(*arrays)
+            return jnp.sin(y).sum(), overflow
+
+        return jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2, 3), has_aux=True))(x, matrix, up, down)
+
+    ((value, overflow), grads), ((want, _), want_grads) = run(sharded), run(plain)
+    assert abs(value - want) < 1e-11 * abs(want) and gap(grads, want_grads) < 1e-11
+    assert not overflow.any() and np.abs(want_grads[1]).max() > 1e-3
 
 
 @pytest.mark.parametrize("method", ["gather", "ragged"])

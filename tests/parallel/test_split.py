@@ -206,3 +206,16 @@ def test_a_debugging_print_in_a_block_prints(capsys):
     cut.forward(ONE, jnp.ones((1, 2, blocks.D)), {})
     jax.effects_barrier()
     assert sorted(capsys.readouterr().out.splitlines()) == ["chunk 0", "largest 1.0"]
+
+
+def test_an_order_that_the_forward_wants_is_no_reason_to_compute_again():
+    """A barrier ties two products in the forward; the backward reads one of them: it is computed again, the other is not."""
+
+    def block(params, x, context):
+        first, second = collectives.barrier((x @ params["first"], x @ params["second"]))
+        return first + jnp.tanh(second), {}
+
+    params, x = {"first": jnp.ones((4, 4)), "second": jnp.ones((4, 4))}, jnp.ones((3, 4))
+    facts = split.cut(block, params, x, None, remat.policy("block")).facts
+    once = 2 * 3 * 4 * 4
+    assert facts.flops_forward == 2 * once and facts.flops_backward == 5 * once

@@ -47,7 +47,7 @@ MORE = {
     "columns, ring": run(2, 2, 1, 2, remat="block", expert_columns=True, shared=24, collective_matmul=True),
     "expert choice": run(2, 2, 1, 2, remat="block", moe={"router": "expert_choice"}),
     "correction": run(2, 2, 1, 2, zero=3, accumulation=2, moe={"router": "sigmoid", "correction": True}),
-    "every third": run(2, 2, 1, 2, remat="block", zero=2, balance="layers", moe={"every": 3}),
+    "every third": run(2, 2, 1, 2, remat="block", zero=2, accumulation=2, balance="layers", moe={"every": 3}),
     "data alone": run(8, 1, remat="block", zero=3),
     "seq beside expert": run(1, 2, 2, 2, zero=2, accumulation=2),
 }
