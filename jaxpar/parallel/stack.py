@@ -101,10 +101,9 @@ class LayerStack:
         """
         xs, contexts = stacked.cut(x, self.parts), _cut_context(context, self.parts)
         layer_types = jax.eval_shape(lambda: self._whole(pick(layers, 0)))
-        first = contexts[0]._replace(layer=pick(context.layer, 0))
         blocks = self.block if isinstance(self.block, tuple) else (self.block,) * length(layers)
         assert len(blocks) == length(layers), f"{len(blocks)} blocks for {length(layers)} layers"
-        kinds = runs.number(blocks)
+        kinds, first = runs.number(blocks), contexts[0]._replace(layer=pick(context.layer, 0))
         cut = partial(split.cut, params=layer_types, x=xs[0], context=first, keep=self.keep, fused_loops=self.fused_loops)
         cuts = tuple(map(cut, dict.fromkeys(blocks)))
 
