@@ -96,7 +96,7 @@ def test_the_command_writes_its_report(command):
     for row in report["collectives"]:
         assert set(row) == {"axis", "kind", "asynchronous", "count", "bytes", "expected_bytes"}
     assert set(report["flops"]) == {"program", "model"}
-    assert {"step_seconds", "tokens_per_second_per_gpu", "mfu", "mfu_full", "exposed_seconds"} == set(report["time"])
+    assert {"step_seconds", "tokens_per_second_per_gpu", "mfu", "mfu_full", "peak_dtype", "exposed_seconds"} == set(report["time"])
     assert set(report["time"]["exposed_seconds"]) <= {"data", "tensor", "data+tensor"}
     assert (folder / "hlo").read_text().startswith("HloModule jit_step")
     names = {event["args"]["name"] for event in json.loads((folder / "trace").read_text())["traceEvents"] if event["ph"] == "M"}
@@ -116,7 +116,7 @@ def test_the_report_as_text():
         "nothing unexpected",
         "1.000 of the model's",
         "__cudnn$fmhaSoftmaxBackward × ",
-        "% causal, ",
+        "% full, of the peak in bfloat16; exposed: ",
     ):
         assert line in text, line
 
@@ -127,6 +127,7 @@ def test_the_report_as_text():
         (["--gpu", "tpu"], "--gpu: 'tpu' is not one of a100"),
         (["--nodes", "3"], "mesh: "),
         (["--nodes", "0"], "--nodes: 0 must be at least 1"),
+        (["--gpus-per-node", "3"], "--gpus-per-node: hosts of 3 GPUs cannot make the 8 of the mesh; use one of 1, 2, 4, 8"),
         (["--set", "mesh.tensor=3"], "mesh.tensor: 3 does not divide"),
         (["--set", "gpu.flags=[xla_gpu_no_such_flag=1]"], "gpu.flags: No such compile option"),
         (["--set", "gpu.flags=[oops]"], "gpu.flags: 'oops' is not of the form"),
