@@ -88,6 +88,9 @@ def cluster(config: Config, hardware: Hardware, nodes: int | None, gpus_per_node
     for name, value in (("--nodes", nodes), ("--gpus-per-node", gpus_per_node)):
         if value is not None and value < 1:
             raise ValueError(f"{name}: {value} must be at least 1")
+    if nodes is None and total % gpus_per_node:
+        sizes = ", ".join(str(n) for n in range(1, min(total, hardware.gpus_per_node) + 1) if total % n == 0)
+        raise ValueError(f"--gpus-per-node: hosts of {gpus_per_node} GPUs cannot make the {total} of the mesh; use one of {sizes}")
     return nodes if nodes is not None else -(-total // gpus_per_node), gpus_per_node
 
 
@@ -180,8 +183,9 @@ def usable_bytes(hardware: Hardware) -> int:
 
 def simulated(compiled: Compiled, found: simulate.Simulation | None = None) -> dict[str, Any]:
     """Step time by the simulator (`found` where it ran already): `step_seconds`, `tokens_per_second_per_gpu`, `mfu` (causal attention
-    counted half) and `mfu_full` (the whole score matrix), `exposed_seconds` by axis."""
-    config, peak = compiled.config, compiled.hardware.peak_flops["bfloat16"]
+    counted half) and `mfu_full` (the whole score matrix), both of the GPU's peak in `peak_dtype`, `exposed_seconds` by axis."""
+    config, dtype = compiled.config, work.peak_dtype(compiled.config, compiled.hardware)
+    peak = compiled.hardware.peak_flops[dtype]
     found = found or simulate.simulate(compiled.text, compiled.mesh, compiled.hardware)
     gpus, seconds = config.mesh.devices, found.step_seconds
     return {
@@ -189,5 +193,6 @@ def simulated(compiled: Compiled, found: simulate.Simulation | None = None) -> d
         "tokens_per_second_per_gpu": config.train.batch * config.data.sequence / seconds / gpus,
         "mfu": work.model_flops(config) / gpus / seconds / peak,
         "mfu_full": work.model_flops(config, causal=False) / gpus / seconds / peak,
+        "peak_dtype": dtype,
         "exposed_seconds": {"+".join(axes): waited for axes, waited in found.exposed_seconds.items()},
     }

@@ -36,7 +36,7 @@ CONTRACTION = 128
 @dataclass(frozen=True)
 class Work:
     """What a kernel does. `kind` is "matmul", "attention" or "memory"; `shapes` are (batch, m, n, k) of each matmul; `bytes` of device
-    memory read and written; `dtype` of the operands."""
+    memory read and written; `dtype` of the operands, tfloat32 where a matmul of float32 is not asked for its highest precision."""
 
     kind: str
     flops: float
@@ -61,6 +61,8 @@ def work(program: Program, instruction: Instruction) -> Work | None:
     flops = float(sum(2 * math.prod(shape) for shape in shapes))
     if dots:
         dtype = program.operands(dots[0])[0].results[0].dtype
+        if dtype == "float32" and "highest" not in dots[0].attributes.lower():
+            dtype = "tfloat32"
     return Work("matmul" if dots else "memory", flops, moved, dtype, shapes)
 
 
@@ -176,8 +178,6 @@ def shape_efficiency(shape: tuple[int, int, int, int], cores: int) -> float:
 def seconds(task: Work, hardware: Hardware) -> float:
     """Time of one kernel on this GPU."""
     peak = hardware.peak_flops.get(task.dtype, hardware.peak_flops["float32"])
-    if task.dtype == "float32":
-        peak = hardware.peak_flops.get("tfloat32", peak) if task.kind == "matmul" else peak
     parts, cores = hardware.fractions, int(hardware.target["core_count"])
     if task.kind == "attention":
         arithmetic = task.flops / (peak * (parts.attention_backward if task.backward else parts.attention_forward))

@@ -145,7 +145,7 @@ def _time(report: dict[str, Any]) -> str:
     exposed = ", ".join(f"{axis} {1e3 * seconds:.1f} ms ({seconds / step:.1%})" for axis, seconds in time["exposed_seconds"].items())
     lines = [
         f"Simulated: {step:.3f} s a step, {time['tokens_per_second_per_gpu']:,.0f} tokens/s/GPU, "
-        f"MFU {time['mfu']:.1%} causal, {time['mfu_full']:.1%} full; exposed: {exposed or 'nothing'}"
+        f"MFU {time['mfu']:.1%} causal, {time['mfu_full']:.1%} full, of the peak in {time['peak_dtype']}; exposed: {exposed or 'nothing'}"
     ]
     if time["exposed_seconds"].get(TENSOR, 0) > EXPOSED * step:
         lines.append(

@@ -2,6 +2,7 @@
 
     measure      compiled text -> Work: matmuls, attention, Pallas kernels by their grid, custom calls by name, large copies
     model_flops  the model's own count, all devices together
+    peak_dtype   whose peak an MFU divides by
 
 Both count causal attention as half of the score matrix, of a window what it holds, and the backward of attention as two forwards: cuDNN
 computes scores again inside its backward kernel, which is the price of not keeping them and not the program's doing.
@@ -18,6 +19,7 @@ from jaxpar.config import Config
 from jaxpar.models.decoder import Decoder
 from jaxpar.params import flatten
 from jaxpar.plan.costs import ATTENTION, attention_pairs
+from jaxpar.plan.hardware import Hardware
 from jaxpar.plan.hlo import Instruction, Program, parse
 from jaxpar.plan.kernels import Launch, launches, total_flops
 from jaxpar.plan.loops import at_most, executions, matmul_flops
@@ -98,6 +100,15 @@ def _only_copies(program: Program, each: Instruction) -> bool:
     inner = program.computations[each.attribute("calls") or ""].instructions.values()
     opcodes = {one.opcode for one in inner} - {"parameter", "bitcast"}
     return bool(opcodes) and opcodes <= MOVES
+
+
+def peak_dtype(config: Config, hardware: Hardware) -> str:
+    """Whose peak an MFU of this run divides by, a key of `Hardware.peak_flops`: the compute dtype's; of float32 the one that GPUs multiply
+    in, tfloat32 unless `train.matmul_precision` is "highest" or the GPU has none. A dtype without a peak counts as float32."""
+    dtype, peaks = config.train.compute_dtype, hardware.peak_flops
+    if dtype == "float32" and config.train.matmul_precision != "highest" and "tfloat32" in peaks:
+        return "tfloat32"
+    return dtype if dtype in peaks else "float32"
 
 
 def model_flops(config: Config, causal: bool = True) -> int:

@@ -1,11 +1,13 @@
-"""`jaxpar compile` refuses what it could not write before it compiles anything."""
+"""`jaxpar compile` refuses what it could not write before it compiles anything, and compiles what was asked for. No compiler runs here."""
 
+import types
 from pathlib import Path
 
 import pytest
 
-from jaxpar import cli
+from jaxpar import cli, configfile
 from jaxpar.plan import compile as compiling
+from jaxpar.plan import hardware, knobs, show, simulate
 
 RUN = Path(__file__).parents[2] / "configs" / "runs" / "llama3_8b_h100x8.yaml"
 
@@ -48,3 +50,62 @@ def test_targets_that_can_be_written(arguments, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(Compiles):
         cli.main(["compile", str(RUN), *arguments])
+
+
+@pytest.fixture
+def compiles(monkeypatch):
+    """What the command compiles: (nodes, GPUs a node) of the run itself, the names of the alternatives. `fits` may be changed."""
+    done = types.SimpleNamespace(runs=[], alternatives=[], fits=True)
+
+    def compile_run(config, gpus, nodes, gpus_per_node):
+        done.runs.append(compiling.cluster(config, gpus, nodes, gpus_per_node))
+        return types.SimpleNamespace(text="", mesh=None, hardware=gpus)
+
+    def compare(changes, gpus, nodes, gpus_per_node):
+        done.alternatives.extend(changes)
+        return []
+
+    monkeypatch.setattr(compiling, "compile_run", compile_run)
+    monkeypatch.setattr(simulate, "simulate", lambda *a: None)
+    monkeypatch.setattr(compiling, "report", lambda *a: {"fits": done.fits, "usable": 75 << 30, "memory": {"attention_workspace": 0}})
+    monkeypatch.setattr(show, "text", lambda *a: "the report")
+    monkeypatch.setattr(knobs, "compare", compare)
+    return done
+
+
+def test_alternatives_are_compiled_when_asked_for_and_when_it_does_not_fit(compiles, capsys):
+    config = configfile.load(RUN, [])
+    lighter, faster = set(knobs.lighter(config, 75 << 30)), set(knobs.faster(config))
+    assert cli.main(["compile", str(RUN)]) == 0
+    assert compiles.alternatives == []
+    assert cli.main(["compile", str(RUN), "--knobs"]) == 0
+    assert set(compiles.alternatives) == lighter | faster and faster - lighter and "train.remat=block" in lighter
+    compiles.alternatives.clear()
+    compiles.fits = False
+    assert cli.main(["compile", str(RUN)]) == 0
+    assert set(compiles.alternatives) == lighter
+    assert capsys.readouterr().out == "the report\n" * 3
+
+
+@pytest.mark.parametrize(
+    ("options", "cluster"),
+    [([], (1, 8)), (["--gpus-per-node", "4"], (2, 4)), (["--gpus-per-node", "2"], (4, 2)), (["--nodes", "4"], (4, 2))],
+    ids=lambda value: " ".join(map(str, value)),
+)
+def test_the_cluster_that_was_asked_for(options, cluster, compiles):
+    assert cli.main(["compile", str(RUN), *options]) == 0
+    assert compiles.runs == [cluster]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ((None, 3), "--gpus-per-node: hosts of 3 GPUs cannot make the 8 of the mesh; use one of 1, 2, 4, 8"),
+        ((None, 16), "--gpus-per-node: hosts of 16 GPUs cannot make the 8 of the mesh; use one of 1, 2, 4, 8"),
+        ((None, 0), "--gpus-per-node: 0 must be at least 1"),
+        ((0, None), "--nodes: 0 must be at least 1"),
+    ],
+)
+def test_hosts_that_cannot_make_the_mesh(given, message):
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        compiling.cluster(configfile.load(RUN, []), hardware.load("h100"), *given)

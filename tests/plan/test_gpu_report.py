@@ -107,7 +107,7 @@ def test_the_command_writes_its_report(command):
     for row in report["collectives"]:
         assert set(row) == {"axis", "kind", "asynchronous", "count", "bytes", "expected_bytes"}
     assert set(report["flops"]) == {"program", "model"}
-    assert {"step_seconds", "tokens_per_second_per_gpu", "mfu", "mfu_full", "exposed_seconds"} == set(report["time"])
+    assert {"step_seconds", "tokens_per_second_per_gpu", "mfu", "mfu_full", "peak_dtype", "exposed_seconds"} == set(report["time"])
     assert set(report["time"]["exposed_seconds"]) <= {"data", "tensor", "data+tensor"}
     assert (folder / "hlo").read_text().startswith("HloModule jit_step")
     names = {event["args"]["name"] for event in json.loads((folder / "trace").read_text())["traceEvents"] if event["ph"] == "M"}
@@ -127,7 +127,7 @@ def test_the_report_as_text():
         "nothing unexpected",
         "1.000 of the model's",
         "__cudnn$fmhaSoftmaxBackward × ",
-        "% causal, ",
+        "% full, of the peak in bfloat16; exposed: ",
     ):
         assert line in text, line
 
@@ -138,6 +138,7 @@ def test_the_report_as_text():
         (["--gpu", "tpu"], "--gpu: 'tpu' is not one of a100"),
         (["--nodes", "3"], "mesh: "),
         (["--nodes", "0"], "--nodes: 0 must be at least 1"),
+        (["--gpus-per-node", "3"], "--gpus-per-node: hosts of 3 GPUs cannot make the 8 of the mesh; use one of 1, 2, 4, 8"),
         (["--set", "mesh.tensor=3"], "mesh.tensor: 3 does not divide"),
         (["--set", "gpu.flags=[xla_gpu_no_such_flag=1]"], "gpu.flags: No such compile option"),
         (["--set", "gpu.flags=[oops]"], "gpu.flags: 'oops' is not of the form"),
@@ -158,23 +159,37 @@ def test_a_target_that_xla_does_not_take_is_one_line():
         compiling.devices(dataclasses.replace(h100, target={**h100.target, "cores": 5}), 1, 1)
 
 
-def test_out_of_memory_is_a_verdict():
-    """Too many tokens at once for any GPU: it compiles, does not fit, and what helps is found by compiling."""
-    settings = (
-        "model.layers=2",
-        "mesh.data=8",
-        "mesh.tensor=1",
-        "train.batch=512",
-        "train.accumulation=1",
-        "train.zero=1",
-        "train.remat=none",
-    )
-    compiled, h100 = gpu.compiled("llama3_8b_h100x8", *settings), hardware.load("h100")
-    report = compiling.report(compiled)
+def test_out_of_memory_is_a_verdict(tmp_path, monkeypatch, capsys):
+    """Too many tokens at once for any GPU: it compiles, does not fit, and what helps is found by compiling; exit code 0."""
+    lighter, found = knobs.lighter, {}
+
+    def one_of_them(config, usable):
+        found.update(lighter(config))
+        return {"train.accumulation=2": found["train.accumulation=2"]}
+
+    monkeypatch.setattr(knobs, "lighter", one_of_them)
+    settings = ["model.layers=2", "train.batch=512", "train.accumulation=1", "train.zero=1", "train.remat=none"]
+    arguments = [part for setting in settings for part in ("--set", setting)]
+    assert cli.main(["compile", str(FOLDER / "llama3_8b_h100x8.yaml"), *arguments, "--json", str(tmp_path / "report.json")]) == 0
+    assert len(found) >= 5 and "train.zero=3" in found
+    report, said = json.loads((tmp_path / "report.json").read_text()), capsys.readouterr()
     assert not report["fits"]
-    changes = knobs.lighter(compiled.config)
-    assert len(changes) >= 5 and "train.zero=3" in changes
-    tried = knobs.compare({"train.accumulation=2": changes["train.accumulation=2"]}, h100, None, None)
-    assert tried[0].need < 0.6 * (report["memory"]["peak"] + report["memory"]["attention_workspace"])
-    text = show.verdict(compiled, report, tried)
-    assert "does not fit: " in text and "helps most: train.accumulation=2: " in text
+    (tried,) = report["alternatives"]
+    assert tried["need"] < 0.6 * (report["memory"]["peak"] + report["memory"]["attention_workspace"])
+    assert "does not fit: " in said.out and "helps most: train.accumulation=2: " in said.out
+    assert "Traceback" not in said.out + said.err
+
+
+def test_hosts_of_four_gpus_send_over_the_network(tmp_path):
+    """`--gpus-per-node 4`: two hosts, the same program and bytes, and the slower link is waited for."""
+    exposed = {}
+    small = ["model.width=1024", "model.mlp_width=3584", "model.layers=8", "train.batch=8", "train.accumulation=1"]
+    arguments = [part for setting in small for part in ("--set", setting)]
+    for each in (8, 4):
+        file = tmp_path / f"{each}.json"
+        options = ["--gpus-per-node", str(each), "--json", str(file), *arguments]
+        assert cli.main(["compile", str(FOLDER / "llama3_8b_h100x8.yaml"), *options]) == 0
+        report = json.loads(file.read_text())
+        exposed[each] = report["time"]["exposed_seconds"]["data"]
+        assert all(row["bytes"] == row["expected_bytes"] for row in report["collectives"])
+    assert exposed[4] > 2 * exposed[8]

@@ -1,5 +1,7 @@
 """FLOPs, custom calls, Pallas kernels and copies of programs with known answers."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +9,7 @@ import pytest
 from jax.experimental import pallas as pl
 
 from jaxpar.config import Config, DataConfig, ModelConfig, MoeConfig, TrainConfig
-from jaxpar.plan import costs, kernels, work
+from jaxpar.plan import costs, hardware, kernels, work
 from jaxpar.plan.hlo import parse
 
 
@@ -123,3 +125,35 @@ def test_model_flops_by_hand():
     # Three of eight experts of width 8, and the router, in the place of the MLP.
     assert model_flops(moe=MoeConfig(experts=8, per_token=3, width=8)) - model_flops() == 6 * 80 * 3 * (3 * 3 * 8 * 8 + 8 * 8 - 3 * 8 * 16)
     assert model_flops(windows=(4, 0)) == pytest.approx(6 * matrices * 80 + scores * np.sum([4 - 16 / 32, 8, 4 - 16 / 32]))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "precision", "peak"),
+    [
+        ("bfloat16", "default", "bfloat16"),
+        ("float32", "default", "tfloat32"),
+        ("float32", "highest", "float32"),
+        ("float64", "default", "float64"),
+    ],
+)
+def test_an_mfu_divides_by_the_peak_of_what_multiplies(dtype, precision, peak):
+    h100 = hardware.load("h100")
+    train = TrainConfig(compute_dtype=dtype, master_dtype="float64" if dtype == "float64" else "float32", matmul_precision=precision)
+    config = Config(train=train)
+    assert work.peak_dtype(config, h100) == peak
+    without = dataclasses.replace(h100, peak_flops={"bfloat16": 2.0, "float32": 1.0})
+    assert work.peak_dtype(config, without) == ("bfloat16" if dtype == "bfloat16" else "float32")
+
+
+def test_a_matmul_of_float32_takes_as_long_as_its_precision():
+    """TF32 unless the program asks for the highest."""
+    times = {}
+    for asked in ("", ", operand_precision={highest,highest}"):
+        text = program(
+            "%a = f32[4096,4096]{1,0} parameter(0)",
+            f"ROOT %d = f32[4096,4096]{{1,0}} dot(%a, %a), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}{asked}",
+        )
+        parsed = parse(text)
+        done = costs.work(parsed, parsed.computations[parsed.entry].instructions["d"])
+        times[asked] = costs.seconds(done, hardware.load("h100"))
+    assert times[", operand_precision={highest,highest}"] > 6 * times[""]
