@@ -27,7 +27,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxpar.parallel import collectives, remat, split, stacked
-from jaxpar.parallel.stacked import add_at, length, pick
+from jaxpar.parallel.stacked import add_at, in_turn, length, per_turn, pick, pick_after, unwritten
 
 Tree = Any
 
@@ -44,20 +44,28 @@ class Context(NamedTuple):
     layer: dict[str, Any]
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["parts", "context", "last", "weights"], meta_fields=["cut"])
+@partial(jax.tree_util.register_dataclass, data_fields=["parts", "context", "first", "last", "weights"], meta_fields=["cut"])
 @dataclass(frozen=True)
 class Saved:
     """What the forward leaves for the backward. `parts`: for each part of the batch, the kept values stacked over layers [L, ...].
 
     Where weights are gathered layer by layer, the last layer stands outside the loop: `parts` then holds L - 1 layers, `last` the kept
-    values of the last, `weights` its gathered weights but those gathered `again`, with which the backward begins at once.
+    values of the last, `weights` its gathered weights but those gathered `again`, with which the backward begins at once. The first layer
+    too stands outside where the loop takes the others two by two: `first` are its kept values, `parts` those of L - 2.
     """
 
     parts: tuple[tuple[Any, ...], ...]
     context: tuple[Context, ...]
     cut: split.Cut
+    first: tuple[tuple[Any, ...], ...] | None = None
     last: tuple[tuple[Any, ...], ...] | None = None
     weights: Tree | None = None
+
+    def before_last(self, i: Any) -> tuple[tuple[Any, ...], ...]:
+        """The kept values of layer i, which is not the last where that stands outside; nor, a number inside a loop, the first."""
+        if self.first is None:
+            return pick(self.parts, i)
+        return self.first if isinstance(i, int) and i == 0 else pick(self.parts, i - 1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,6 +77,7 @@ class LayerStack:
     reduce:  local gradients of one layer -> what the accumulation buffer holds (ZeRO-2, -3); None: they are added as they are.
     parts:   how many parts of the batch run interleaved inside a layer body.
     again:   names in a layer whose weights are not held from the last layer's forward to its backward, with `gather`.
+    in_pairs: with `gather` or `reduce`, a turn of a loop takes two layers, so that weights and gradients are not copied when it turns.
     """
 
     block: Callable[[Tree, Any, Context], tuple[Any, Tree]]
@@ -78,13 +87,14 @@ class LayerStack:
     parts: int = 1
     again: tuple[str, ...] = ()
     fused_loops: bool = False
+    in_pairs: bool = False
 
     def forward(self, layers: Tree, x: Any, context: Context) -> tuple[Any, Saved, Tree]:
         """x [B, S, D] -> y [B, S, D], what the backward needs, and aux stacked over layers.
 
         Sharding of x and y is the block's. Bytes moved: the block's collectives, and with `gather` each layer's weights once.
         """
-        xs, contexts = stacked.cut(x, self.parts), _cut_context(context, self.parts)
+        xs, contexts, every = stacked.cut(x, self.parts), _cut_context(context, self.parts), range(length(layers))
         layer_types = jax.eval_shape(lambda: self._whole(pick(layers, 0)))
         first = contexts[0]._replace(layer=pick(context.layer, 0))
         cut = split.cut(self.block, layer_types, xs[0], first, self.keep, fused_loops=self.fused_loops)
@@ -94,20 +104,29 @@ class LayerStack:
             return tuple(r[0] for r in results), (stacked.add([r[1] for r in results]), tuple(r[2] for r in results)), due
 
         if self.gather is None:
-            ys, (aux, saved) = lax.scan(lambda xs, inputs: layer(inputs[0], xs, inputs[1])[:2], xs, (layers, context.layer))
+
+            def step(xs: Any, i: Any) -> Any:
+                return layer(pick(layers, i), xs, pick(context.layer, i))[:2]
+
+            ys, (aux, saved) = in_turn(step, xs, every, written=unwritten(step, xs, every))
             return stacked.join(ys), Saved(saved, tuple(contexts), cut), aux
 
-        def body(carry: Any, i: Any) -> tuple[Any, Any]:
+        def step_ahead(carry: Any, i: Any) -> Any:
             xs, weights = carry
-            ys, out, following = layer(weights, xs, pick(context.layer, i), due=self._whole(pick(layers, i + 1)))
+            xs, shards = pick_after(xs, layers, i + 1, self.in_pairs)
+            ys, out, following = layer(weights, xs, pick(context.layer, i), due=self._whole(shards))
             return (ys, following), out
 
-        end = length(layers) - 1
-        (xs, weights), (aux, saved) = lax.scan(body, (xs, self._whole(pick(layers, 0))), jnp.arange(end))
+        end, kept_first, carry, auxes = length(layers) - 1, None, (xs, self._whole(pick(layers, 0))), []
+        if apart := end % (each := per_turn(end) if self.in_pairs else 1):
+            carry, (first_aux, kept_first) = step_ahead(carry, 0)
+            auxes.append(jax.tree.map(lambda a: a[None], first_aux))
+        written = unwritten(step_ahead, carry, every[apart:end])
+        (xs, weights), (aux, saved) = in_turn(step_ahead, carry, every[apart:end], each, written)
         ys, (last_aux, last), _ = layer(weights, xs, pick(context.layer, end))
-        aux = jax.tree.map(lambda a, b: jnp.concatenate([a, b[None]]), aux, last_aux)
+        aux = jax.tree.map(lambda *a: jnp.concatenate(a), *auxes, aux, jax.tree.map(lambda a: a[None], last_aux))
         held = {name: weight for name, weight in weights.items() if name not in self.again}
-        return stacked.join(ys), Saved(saved, tuple(contexts), cut, last, held), aux
+        return stacked.join(ys), Saved(saved, tuple(contexts), cut, kept_first, last, held), aux
 
     def _shards_again(self, layers: Tree) -> Tree:
         """Of the last layer, what its backward gathers again."""
@@ -159,8 +178,9 @@ class LayerStack:
 
         def step(i: Any, kept: Any, dys: Any, weights: Tree, ahead: bool) -> tuple[Any, Tree, Tree]:
             """dx of layer i, its gradients, and the weights of the layer before."""
-            following = self._whole(pick(layers, i - 1)) if ahead else None
-            return layer(weights if gathered else pick(layers, i), kept, dys, pick(daux, i), pick(flags, i), due=following)
+            dys, shards = pick_after(dys, layers, i - 1, self.in_pairs) if ahead else (dys, None)
+            due = self._whole(shards) if ahead else None
+            return layer(weights if gathered else pick(layers, i), kept, dys, pick(daux, i), pick(flags, i), due)
 
         dys = stacked.cut(dy, self.parts)
         last = saved.last if saved.last is not None else pick(saved.parts, end)
@@ -169,27 +189,27 @@ class LayerStack:
         weights = {**saved.weights, **self._whole(shards)} if saved.weights is not None else None
         dys, waiting, weights = step(end, last, dys, weights, gathered and end > 0)
         if grads is None:
-            part = jax.eval_shape(reduce, waiting)
-            grads = jax.tree.map(
-                lambda t: collectives.zeros(jax.ShapeDtypeStruct((end + 1, *t.shape), t.dtype), collectives.varying_of(t)), part
-            )
+            grads = stacked.zeros(jax.eval_shape(reduce, waiting), end + 1)
 
-        def body(carry: Any, i: Any) -> tuple[Any, None]:
+        def turn(carry: Any, i: Any) -> Any:
             dys, weights, waiting, grads = carry
             grads = add_at(grads, reduce(waiting), i + 1)
-            dys, dparams, following = step(i, pick(saved.parts, i), dys, weights, gathered)
-            return (dys, following, dparams, grads), None
+            dys, dparams, following = step(i, saved.before_last(i), dys, weights, gathered)
+            return (dys, following, dparams, grads), ()
 
-        if (start := int(gathered)) < end:
-            (dys, weights, waiting, grads), _ = lax.scan(body, (dys, weights, waiting, grads), jnp.arange(start, end), reverse=True)
+        carry, numbers = (dys, weights, waiting, grads), range(end - 1, int(gathered) - 1, -1)
+        each = per_turn(len(numbers)) if self.in_pairs else 1
+        if len(numbers) % each:
+            (carry, _), numbers = turn(carry, jnp.asarray(numbers[0])), numbers[1:]
+        (dys, weights, waiting, grads), _ = in_turn(turn, carry, numbers, each)
         if gathered and end > 0:
             grads = add_at(grads, reduce(waiting), 1)
-            dys, waiting, _ = step(0, pick(saved.parts, 0), dys, weights, False)
+            dys, waiting, _ = step(0, saved.before_last(0), dys, weights, False)
         return stacked.join(dys), add_at(grads, reduce(waiting), 0)
 
     def backward_input(self, layers: Tree, saved: Saved, dy: Any, daux: list[Any]) -> tuple[Any, tuple[Any, ...]]:
         """The part of `backward` that dx needs. `deferred` is what `backward_weight` needs besides `saved`, stacked over layers as `saved`
-        is: with the last layer apart where weights are gathered.
+        is: with first and last layer apart where weights are gathered.
 
         Bytes moved: the block's collectives, with `gather` each layer's weights once. AssertionError where the block cannot be split, see
         `Cut.check_split`, unless its loops were declared fused.
@@ -221,9 +241,12 @@ class LayerStack:
         end = length(layers) - 1
         weights = {**(saved.weights or {}), **self._whole(self._shards_again(layers))}
         dys, last = layer(weights, dys, (saved.last, pick(daux, end), pick(flags, end)))
-        start = (dys, self._whole(pick(layers, max(end - 1, 0))))
-        (dxs, _), deferred = lax.scan(body, start, (jnp.arange(end), saved.parts), reverse=True)
-        return stacked.join(dxs), (deferred, last)
+        start, apart = (dys, self._whole(pick(layers, max(end - 1, 0)))), int(saved.first is not None)
+        (dxs, weights), deferred = lax.scan(body, start, (jnp.arange(apart, end), saved.parts), reverse=True)
+        first = None
+        if saved.first is not None:
+            dxs, first = layer(weights, dxs, (saved.first, pick(daux, 0), pick(flags, 0)))
+        return stacked.join(dxs), (first, deferred, last)
 
     def backward_weight(self, saved: Saved, deferred: tuple[Any, ...], grads: Tree) -> Tree:
         """The rest of `backward`: adds every layer's gradients to `grads`. Reads no weight.
@@ -238,12 +261,15 @@ class LayerStack:
             parts = [saved.cut.backward_weight(k, d, c) for k, d, c in zip(kept, deferred, here, strict=True)]
             return add_at(grads, reduce(stacked.add(parts)), i)
 
-        layers = length(grads)
+        numbers = range(length(grads))
         if saved.last is not None:
-            deferred, last = deferred
-            layers -= 1
-            grads = add(grads, layers, saved.last, last)
-        steps = (jnp.arange(layers), saved.parts, deferred)
+            first, deferred, last = deferred
+            grads = add(grads, numbers[-1], saved.last, last)
+            numbers = numbers[:-1]
+            if saved.first is not None:
+                grads = add(grads, 0, saved.first, first)
+                numbers = numbers[1:]
+        steps = (jnp.asarray(numbers), saved.parts, deferred)
         return lax.scan(lambda grads, inputs: (add(grads, *inputs), None), grads, steps)[0]
 
     def differentiable(self, layers: Tree, x: Any, context: Context) -> tuple[Any, Tree]:

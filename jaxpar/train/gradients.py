@@ -192,6 +192,8 @@ class Gradients:
             parts=train.interleave,
             fused_loops=train.mlp_chunk > 0,
             again=again,
+            # Full recomputation is for who has no memory to spare: two layers a turn may hold a matrix more.
+            in_pairs=train.remat != "block",
         )
 
     def context(self, key: jax.Array, batch: dict[str, jax.Array]) -> Context:
