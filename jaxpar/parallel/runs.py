@@ -1,6 +1,7 @@
 """Runs of layers: which layers a loop goes over, where the layers of a stack are of several kinds.
 
     fold      kinds of layers, one after another -> runs: (local, global, local, global, local) is two groups of a pair, and one layer
+    in_pairs  runs whose loops take two layers a turn
     walk      a body over every layer, a loop for each run
     stored    what a walk put out for one layer
     joined    what it put out for all of them, stacked over layers [L, ...]
@@ -20,9 +21,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxpar.parallel.stacked import pick
+from jaxpar.parallel.stacked import pick, put_at, unwritten
 
 Tree = Any
+
+# Turns below which a loop of pairs is none: XLA unrolls one or two.
+FEWEST_TURNS = 3
 
 
 @dataclass(frozen=True)
@@ -76,6 +80,24 @@ def fold(kinds: tuple[int, ...]) -> tuple[Run, ...]:
     return best[count][2]
 
 
+def in_pairs(runs: Sequence[Run]) -> tuple[Run, ...]:
+    """Runs of single layers as runs of two a group, an odd layer before them, where that leaves enough groups for a loop.
+
+    What a layer hands to the next, such as gathered weights, then alternates between two buffers. With one layer a turn the new value
+    cannot be written where the old is still read, and XLA copies it whenever the loop turns.
+    """
+    found: list[Run] = []
+    for run in runs:
+        count, odd = len(run.groups), len(run.groups) % 2
+        if len(run.kinds) > 1 or count < 2 * FEWEST_TURNS:
+            found.append(replace(run, number=len(found)))
+            continue
+        if odd:
+            found.append(Run(len(found), run.first, run.kinds, range(1)))
+        found.append(Run(len(found), run.first + odd, run.kinds * 2, range(count // 2)))
+    return tuple(found)
+
+
 def without_first(runs: Sequence[Run]) -> tuple[tuple[Run, ...], tuple[Run, ...]]:
     """The first group alone, and the rest."""
     run, *rest = runs
@@ -126,8 +148,15 @@ def walk(runs: Sequence[Run], body: Callable[[Any, Place], tuple[Any, Tree]], ca
         if len(run.groups) == 1:
             carry, outs = one(carry, run.groups.start)
             found[run.number] = jax.tree.map(lambda a: jnp.asarray(a)[None], outs)
-        else:
-            carry, found[run.number] = lax.scan(one, carry, jnp.arange(run.groups.start, run.groups.stop), reverse=reverse)
+            continue
+
+        def turn(state: Any, group: Any, one: Any = one, start: int = run.groups.start) -> tuple[Any, None]:
+            carry, out = one(state[0], group)
+            return (carry, put_at(state[1], out, group - start)), None
+
+        groups = jnp.arange(run.groups.start, run.groups.stop, dtype=jnp.int32)
+        written = unwritten(jax.eval_shape(lambda: one(carry, groups[0])[1]), len(run.groups))  # noqa: B023
+        (carry, found[run.number]), _ = lax.scan(turn, (carry, written), groups, reverse=reverse)
     return carry, tuple(found[number] for number in sorted(found))
 
 

@@ -28,7 +28,8 @@ import jax.numpy as jnp
 from jaxpar.parallel import collectives, remat, runs, split, stacked
 from jaxpar.parallel.joint import Block
 from jaxpar.parallel.runs import Place, Run
-from jaxpar.parallel.stacked import add_at, length, pick
+from jaxpar.parallel.saved import Saved
+from jaxpar.parallel.stacked import add_at, length, pick, pick_after
 
 Tree = Any
 
@@ -45,34 +46,6 @@ class Context(NamedTuple):
     layer: dict[str, Any]
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["parts", "context", "last", "weights"], meta_fields=["cuts", "runs"])
-@dataclass(frozen=True)
-class Saved:
-    """What the forward leaves for the backward. `parts[run][position]`: for each part of the batch, the kept values of the layers there,
-    stacked over groups (`runs.py`); where all layers are alike, of all layers. `cuts`: the programs of each kind of layer.
-
-    Where weights are gathered layer by layer, the last layer stands outside the loops: `parts` then lacks it, `last` are the kept values
-    of the last, `weights` its gathered weights but those gathered `again`, with which the backward begins at once.
-    """
-
-    parts: tuple[tuple[Any, ...], ...]
-    context: tuple[Context, ...]
-    cuts: tuple[split.Cut, ...]
-    runs: tuple[Run, ...]
-    last: tuple[tuple[Any, ...], ...] | None = None
-    weights: Tree | None = None
-
-    def here(self, at: Place) -> list[Context]:
-        """What a layer reads, for each part of the batch."""
-        return [c._replace(layer=pick(c.layer, at.layer)) for c in self.context]
-
-    def of(self, at: Place, dys: Any) -> tuple[Any, Any]:
-        """dys, and the layer's kept values; where no loop ran the layer forward behind a barrier, or XLA would keep what is to be computed
-        again."""
-        kept = runs.stored(self.parts, at)
-        return (dys, kept) if len(self.runs[at.run].groups) > 1 else collectives.barrier((dys, kept))
-
-
 @dataclass(frozen=True, eq=False)
 class LayerStack:
     """A stack of `block(layer, x, context) -> (y, aux)`.
@@ -84,6 +57,7 @@ class LayerStack:
     reduce:  local gradients of one layer -> what the accumulation buffer holds (ZeRO-2, -3); None: they are added as they are.
     parts:   how many parts of the batch run interleaved inside a layer body.
     again:   names in a layer whose weights are not held from the last layer's forward to its backward, with `gather`.
+    in_pairs: with `gather` or `reduce`, a turn of a loop takes two layers (`runs.in_pairs`).
     """
 
     block: Block | tuple[Block, ...]
@@ -93,6 +67,7 @@ class LayerStack:
     parts: int = 1
     again: tuple[str, ...] = ()
     fused_loops: bool = False
+    in_pairs: bool = False
 
     def forward(self, layers: Tree, x: Any, context: Context) -> tuple[Any, Saved, Tree]:
         """x [B, S, D] -> y [B, S, D], what the backward needs, and aux stacked over layers.
@@ -113,21 +88,26 @@ class LayerStack:
             return tuple(r[0] for r in results), (stacked.add([r[1] for r in results]), tuple(r[2] for r in results)), due
 
         if self.gather is None:
-            order = runs.fold(kinds)
+            order = self._order(kinds)
             ys, outs = runs.walk(order, lambda xs, at: layer(at.kind, pick(layers, at.layer), xs, at.layer)[:2], xs)
             return stacked.join(ys), Saved(runs.each(outs, 1), tuple(contexts), cuts, order), runs.joined(runs.each(outs, 0))
 
         def body(carry: Any, at: Place) -> tuple[Any, Any]:
             xs, weights = carry
-            ys, out, following = layer(at.kind, weights, xs, at.layer, due=self._whole(pick(layers, at.layer + 1)))
+            xs, shards = _ahead(order, at, xs, layers, at.layer + 1)
+            ys, out, following = layer(at.kind, weights, xs, at.layer, due=self._whole(shards))
             return (ys, following), out
 
-        end, order = length(layers) - 1, runs.fold(kinds[:-1])
+        end, order = length(layers) - 1, self._order(kinds[:-1])
         (xs, weights), outs = runs.walk(order, body, (xs, self._whole(pick(layers, 0))))
         ys, (last_aux, last), _ = layer(kinds[end], weights, xs, end)
         aux = runs.joined([*runs.each(outs, 0), [jax.tree.map(lambda a: a[None], last_aux)]])
         held = {name: weight for name, weight in weights.items() if name not in self.again}
         return stacked.join(ys), Saved(runs.each(outs, 1), tuple(contexts), cuts, runs.followed(order, kinds[end]), last, held), aux
+
+    def _order(self, kinds: tuple[int, ...]) -> tuple[Run, ...]:
+        one_by_one = self.gather is not None or self.reduce is not None
+        return runs.in_pairs(runs.fold(kinds)) if self.in_pairs and one_by_one else runs.fold(kinds)
 
     def _shards_again(self, layers: Tree) -> Tree:
         return {name: pick(layers[name], length(layers) - 1) for name in self.again}  # of the last layer
@@ -152,7 +132,7 @@ class LayerStack:
         def body(carry: Any, at: Place) -> tuple[Any, Any]:
             dys, total = carry
             dys, kept = saved.of(at, dys)
-            dys, dparams, _ = _backward_layer(saved, at, pick(layers, at.layer), kept, dys, daux)
+            dys, dparams, _ = saved.backward(at, pick(layers, at.layer), kept, dys, daux)
             return ((dys, None), dparams) if apart else ((dys, add_at(total, dparams, at.layer)), None)
 
         if grads is None and not apart:
@@ -173,11 +153,9 @@ class LayerStack:
 
         def step(at: Place, kept: Any, dys: Any, weights: Tree, ahead: bool) -> tuple[Any, Tree, Tree]:
             """dx of a layer, its gradients, and the weights of the layer before."""
-            shards = pick(layers, at.layer - 1) if ahead else None
-            if ahead and not at.in_loop and at.layer - 1 in once:  # or the forward's whole weights would be kept until here
-                dys, shards = collectives.barrier((dys, shards))
+            dys, shards = _ahead(saved.runs, at, dys, layers, at.layer - 1) if ahead else (dys, None)
             following = self._whole(shards) if ahead else None
-            return _backward_layer(saved, at, weights if gathered else pick(layers, at.layer), kept, dys, daux, following)
+            return saved.backward(at, weights if gathered else pick(layers, at.layer), kept, dys, daux, following)
 
         def body(carry: Any, at: Place, ahead: bool = gathered) -> tuple[Any, None]:
             dys, weights, waiting, grads = carry
@@ -186,8 +164,6 @@ class LayerStack:
             dys, dparams, following = step(at, kept, dys, weights, ahead)
             return (dys, following, dparams, grads), None
 
-        # Layers that the forward gathered outside a loop: the first, and those behind a layer that no loop ran.
-        once = {0, *(at.layer + 1 for run in saved.runs if len(run.groups) == 1 for at in runs.places(run))}
         between, (last_group,) = runs.without_last(saved.runs)
         *others, at = runs.places(last_group)
         dys = stacked.cut(dy, self.parts)
@@ -197,10 +173,7 @@ class LayerStack:
         weights = {**saved.weights, **self._whole(shards)} if saved.weights is not None else None
         dys, waiting, weights = step(at, kept, dys, weights, gathered and end > 0)
         if grads is None:
-            part = jax.eval_shape(reduce, waiting)
-            grads = jax.tree.map(
-                lambda t: collectives.zeros(jax.ShapeDtypeStruct((end + 1, *t.shape), t.dtype), collectives.varying_of(t)), part
-            )
+            grads = stacked.zeros(jax.eval_shape(reduce, waiting), end + 1)
         carry = (dys, weights, waiting, grads)
         for at in reversed(others):
             carry, _ = body(carry, at)
@@ -295,9 +268,11 @@ def _cut_context(context: Context, parts: int) -> list[Context]:
     return [context._replace(batch={name: piece[n] for name, piece in pieces.items()}) for n in range(parts)]
 
 
-def _backward_layer(
-    saved: Saved, at: Place, weights: Tree, kept: Any, dys: tuple[Any, ...], daux: list[Any], due: Tree = None
-) -> tuple[Any, Tree, Tree]:
-    """dx of a layer, its gradients, and `due`."""
-    results, due = saved.cuts[at.kind].backward_parts(weights, kept, saved.here(at), dys, pick(daux, at.layer), due)
-    return tuple(r[0] for r in results), stacked.add([r[1] for r in results]), due
+def _ahead(order: Sequence[Run], at: Place, values: Any, layers: Tree, i: Any) -> tuple[Any, Tree]:
+    """(values, shards of layer i), to be gathered behind what is at `at`: not before the values are there, where it would be. In a group of
+    several layers all would be gathered with the first's; outside a loop, the forward's gather would be taken and kept until the backward.
+    """
+    if at.in_loop:
+        return pick_after(values, layers, i) if len(order[at.run].kinds) > 1 else (values, pick(layers, i))
+    alone = {0, *(at.layer + 1 for run in order if len(run.groups) == 1 for at in runs.places(run))}  # gathered outside by the forward
+    return pick_after(values, layers, i) if i in alone else (values, pick(layers, i))

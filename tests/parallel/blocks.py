@@ -52,7 +52,7 @@ def init(dtype=jnp.float64):
 def context(batch=B):
     segments = np.random.default_rng(0).integers(0, 2, (batch, S)).cumsum(1) + 1
     return Context(
-        {"segments": jnp.asarray(segments, jnp.int32)}, {"scale": jnp.asarray(0.5)}, {"window": jnp.asarray([2, 8, 3], jnp.int32)}
+        {"segments": jnp.asarray(segments, jnp.int32)}, {"scale": jnp.asarray(0.5)}, {"window": jnp.asarray([2, 8, 3, 5, 4][:L], jnp.int32)}
     )
 
 

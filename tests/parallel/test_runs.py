@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from jaxpar.config import MeshShape
@@ -59,6 +58,14 @@ def test_outputs_of_a_walk(reverse):
     assert total == functools.reduce(lambda carry, layer: carry * 2 + layer, layers, 0)
     assert runs.joined(outs)["layer"].tolist() == [0.5, 1.5, 2.5, 3.5, 4.5, 5.5]
     assert [float(runs.stored(outs, at)["layer"]) for run in order for at in runs.places(run)] == [0.5, 1.5, 2.5, 3.5, 4.5, 5.5]
+
+
+@pytest.mark.parametrize(("layers", "loops"), [(5, [((0,), 5)]), (6, [((0, 0), 3)]), (31, [((0,), 1), ((0, 0), 15)])])
+def test_loops_of_two_layers(layers, loops):
+    order = runs.in_pairs(runs.fold((0,) * layers))
+    assert [(run.kinds, len(run.groups)) for run in order] == loops and [run.number for run in order] == list(range(len(order)))
+    assert [at.layer for run in order for at in runs.places(run)] == list(range(layers))
+    assert runs.in_pairs(runs.fold((0, 1) * 9)) == runs.fold((0, 1) * 9), "groups of several have it already"
 
 
 # ---- the stack
@@ -169,7 +176,7 @@ def test_layers_in_another_order_are_noticed(monkeypatch):
     """Negative control: values kept of the neighbour of the same kind."""
     stored = runs.stored
     monkeypatch.setattr(
-        runs, "stored", lambda outs, at: stored(outs, at._replace(group=lax.max(at.group - 1, 0) if at.in_loop else at.group))
+        runs, "stored", lambda outs, at: stored(outs, at._replace(group=jnp.maximum(at.group - 1, 0) if at.in_loop else at.group))
     )
     windows = WINDOWS["pairs and one"]
     assert gap(run(windows, "fused", 0), expected(windows)) > 1e-3

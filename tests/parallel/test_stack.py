@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpar.config import MeshShape
 from jaxpar.mesh import make_mesh
-from jaxpar.parallel import collectives, remat
+from jaxpar.parallel import collectives, remat, runs
 from jaxpar.parallel.stack import LayerStack
 from tests.parallel import blocks
 
@@ -82,9 +82,9 @@ def daux_of(aux):
     return [2 * aux["chances"]]
 
 
-def run(form, *, zero=0, parts=1, keep="matmuls", repeat=1, again=(), fused_loops=False):
+def run(form, *, zero=0, parts=1, keep="matmuls", repeat=1, again=(), fused_loops=False, in_pairs=False):
     """(y, dx, dlayers, counts) of the stack on data 4 × tensor 2. `repeat` accumulates the same gradients that often."""
-    stack = LayerStack(
+    built = LayerStack(
         BLOCK,
         remat.policy(keep),
         gather if zero == 3 else None,
@@ -92,24 +92,25 @@ def run(form, *, zero=0, parts=1, keep="matmuls", repeat=1, again=(), fused_loop
         parts=parts,
         again=again,
         fused_loops=fused_loops,
+        in_pairs=in_pairs,
     )
 
     def local(layers, x, context):
         layers = layers if zero == 3 else mark(layers)
         grads = None
         for _ in range(repeat):
-            y, saved, aux = stack.forward(layers, x, context)
+            y, saved, aux = built.forward(layers, x, context)
             dy, daux = jnp.cos(y), daux_of(aux)
             if form == "fused":
-                dx, grads = stack.backward(layers, saved, dy, daux, grads)
+                dx, grads = built.backward(layers, saved, dy, daux, grads)
             elif form == "split":
-                dx, deferred = stack.backward_input(layers, saved, dy, daux)
+                dx, deferred = built.backward_input(layers, saved, dy, daux)
                 if grads is None:
-                    like = jax.eval_shape(lambda *a: stack.backward(*a)[1], layers, saved, dy, daux)
+                    like = jax.eval_shape(lambda *a: built.backward(*a)[1], layers, saved, dy, daux)
                     grads = jax.tree.map(lambda t: collectives.zeros(t, collectives.varying_of(t)), like)
-                grads = stack.backward_weight(saved, deferred, grads)
+                grads = built.backward_weight(saved, deferred, grads)
             else:
-                total, pull = jax.vjp(lambda layers, x: objective(*stack.differentiable(layers, x, context)), layers, x)
+                total, pull = jax.vjp(lambda layers, x: objective(*built.differentiable(layers, x, context)), layers, x)
                 grads, dx = pull(collectives.vary_like(jnp.ones_like(total), total))
         counts = collectives.all_reduce(aux["counts"], ("data", "tensor"))
         return y, dx, finish(grads, zero >= 2), counts
@@ -180,6 +181,18 @@ def test_interleaved_parts(case):
     want = expected()
     assert gap(y, want[0]) < 1e-13 and (counts == want[3]).all()
     assert gap((dx, dlayers), want[1:3]) < 1e-12
+
+
+@pytest.mark.parametrize("layers", [4, 5], ids="{} layers".format)
+def test_loops_that_take_two_layers_a_turn(layers, monkeypatch):
+    """Forward and backward with an odd layer before the loop and without, what is kept of the first layer apart and not."""
+    monkeypatch.setattr(blocks, "L", layers)
+    monkeypatch.setattr(runs, "FEWEST_TURNS", 1)
+    want = expected.__wrapped__()
+    for case in ("prefetched weights, delayed reductions", "split under ZeRO-3", "reductions only"):
+        y, dx, dlayers, counts = run(**CASES[case], in_pairs=True)
+        assert gap((y, dx, dlayers), want[:3]) < 1e-12, case
+        assert (counts == want[3]).all(), case
 
 
 def test_sharded_forward_equals_one_device():
