@@ -11,8 +11,8 @@ from jax.sharding import PartitionSpec as P
 from jaxpar.config import MeshShape
 from jaxpar.mesh import BATCH, EXPERT, SEQ, TENSOR, make_mesh
 from jaxpar.ops.grouped_matmul import grouped_matmul
-from jaxpar.parallel.collectives import all_reduce, padded_all_to_all, varying
 from jaxpar.ops.router import Router, select
+from jaxpar.parallel.collectives import all_reduce, padded_all_to_all, varying
 from jaxpar.parallel.expert import Dispatch, moe, through
 
 T, K, D, F, E = 48, 3, 5, 4, 12  # tokens of all devices together
