@@ -3,7 +3,6 @@ one program from them to tokens.
 
     Generator         a model on a mesh; `generate(prompts, tokens, ...)`
     build_generator   from a run's configuration and parameters, wherever these live
-    parameter_places  where a generator wants its parameters
 
 Dims: B rows, P tokens of the longest prompt, M tokens that the cache holds, D model width, V vocabulary, L layers, K key/value heads, H
 head width. P and M are powers of two and so are the rows of a device, so that few programs serve all calls.
@@ -24,9 +23,10 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxpar.config import Config, require
-from jaxpar.mesh import BATCH, DATA, EXPERT, SEQ, TENSOR
+from jaxpar.decode_places import dropless, parameter_places
+from jaxpar.mesh import BATCH, SEQ, TENSOR
 from jaxpar.models import pattern
-from jaxpar.models.decoder import DecoderFunctions, cache_shape, declared, decoder_functions
+from jaxpar.models.decoder import DecoderFunctions, cache_shape, decoder_functions
 from jaxpar.models.options import Options
 from jaxpar.parallel import context as context_parallel
 from jaxpar.parallel import runs, sampling
@@ -36,9 +36,7 @@ from jaxpar.parallel.context.layout import layout
 from jaxpar.parallel.sequence import Replicated
 from jaxpar.parallel.stack import Context
 from jaxpar.parallel.stacked import pick
-from jaxpar.parallel.tensor import check_heads
-from jaxpar.params import Parameter, Tree, map_leaves, partition_specs, shardings
-from jaxpar.rules import Rules, table
+from jaxpar.params import Parameter, Tree, map_leaves, shardings
 
 SHORTEST = 16  # of prompt and cache; below that programs are cheap and need not be many
 EMPTY = -1  # where no token was written
@@ -78,8 +76,9 @@ class State(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Generator:
-    """A model on a mesh, ready to generate. `params` are in the compute dtype, split over `tensor` and experts over `expert`, equal over
-    `data` and `seq`. Prompts and the cache are split over `data` and `expert`, and over `seq`."""
+    """A model on a mesh, ready to generate. `params` are in the compute dtype, split over `tensor` (columns of experts too, where it
+    divides them) and experts over `expert`, equal over `data` and `seq`. Prompts and the cache are split over `data` and `expert`, and over
+    `seq`."""
 
     config: Config
     mesh: Mesh
@@ -102,13 +101,13 @@ class Generator:
 
         A row's tokens depend on its prompt, and when sampled on `seed`, its number and the position, never on mesh or batch; where two
         logits are equal within the rounding of the compute dtype, meshes may choose differently. Sends, a token: two all-reduces of
-        B·D values a layer and one for the embedding, and what `parallel/context/cache.py` and `parallel/sampling.py` say; with experts one
-        all-reduce a layer, and all tokens to all devices of `expert` and back. No choice of an expert is ever dropped.
+        B·D values a layer and one for the embedding, and what `parallel/context/cache.py` and `parallel/sampling.py` say; with experts all
+        tokens to all devices of `expert` and back. No choice of an expert is ever dropped.
 
         Raises ValueError naming the argument. Every process calls it with the same arguments and gets all rows.
         """
         vocabulary = self.config.model.vocabulary
-        check_choice(tokens, temperature, top_k, top_p, seed)
+        sampling.check_choice(tokens, temperature, top_k, top_p, seed)
         require(len(prompts) > 0, "prompt: none given; give at least one")
         for number, prompt in enumerate(prompts):
             require(len(prompt) > 0, f"prompt: number {number} is empty; give at least one token")
@@ -264,44 +263,6 @@ def _bucket(size: int, least: int) -> int:
     return max(least, 1 << (size - 1).bit_length())
 
 
-def check_choice(tokens: int, temperature: float, top_k: int | None, top_p: float | None, seed: int) -> None:
-    """Refuse what no generation can mean; ValueError names the argument."""
-    require(1 <= tokens < 2**30, f"tokens: {tokens} must be at least 1 and below 2^30")
-    require(0 <= temperature < np.inf, f"temperature: {temperature} must be finite and not negative; 0 takes the likeliest token")
-    require(top_k is None or top_k >= 1, f"top_k: {top_k} must be at least 1, or absent")
-    require(top_p is None or 0 < top_p <= 1, f"top_p: {top_p} must be in (0, 1], or absent")
-    require(0 <= seed < 2**32, f"seed: {seed} must be in 0 to 2^32 - 1")
-
-
-def parameter_places(config: Config, mesh: Mesh) -> tuple[Tree, Tree]:
-    """(records, PartitionSpecs) of a model's parameters on a generation mesh: split over `tensor`, experts over `expert`, equal elsewhere.
-
-    Raises ValueError for a mesh with other axes and for sizes that do not divide the model.
-    """
-    sizes, model = dict(mesh.shape), config.model
-    for axis, size in sizes.items():
-        axes = f"{DATA}, {EXPERT}, {SEQ} and {TENSOR}"
-        require(size == 1 or axis in (*BATCH, SEQ, TENSOR), f"mesh.{axis}: {size} must be 1: generation splits over {axes} only")
-    require(
-        model.moe.router != "expert_choice", "model.moe.router: expert_choice looks at later tokens, so nothing can be generated with it"
-    )
-    experts = model.moe.experts
-    works = ", ".join(str(ways) for ways in range(1, experts + 1) if experts % ways == 0)
-    require(
-        experts % sizes[EXPERT] == 0,
-        f"mesh.{EXPERT}: {sizes[EXPERT]} does not divide model.moe.experts {experts}; sizes that work: {works}",
-    )
-    check_heads(model.heads, model.kv_heads, sizes[TENSOR])
-    specs = declared(model, sizes[TENSOR])
-    return specs, partition_specs(specs, Rules(sizes, table(_dropless(config, mesh).train)))
-
-
-def _dropless(config: Config, mesh: Mesh) -> Config:
-    """Experts over `expert` alone, since tokens are equal along `tensor`, all tokens gathered, with room for every choice."""
-    room = float(mesh.shape[EXPERT])
-    return replace(config, train=replace(config.train, expert_axes=(EXPERT,), expert_dispatch="gather", expert_buffer=room))
-
-
 def build_generator(config: Config, mesh: Mesh, params: Tree) -> Generator:
     """A generator of `config` on `mesh` from masters or other weights: global arrays on the devices of `mesh`, placed in any way, their
     vocabulary padded in any way. They are cast to `train.compute_dtype` and moved by one program; `params` themselves are left alone.
@@ -311,7 +272,7 @@ def build_generator(config: Config, mesh: Mesh, params: Tree) -> Generator:
     specs, partitions = parameter_places(config, mesh)
     model, tensor = config.model, mesh.shape[TENSOR]
     context = config.train.context.fitted(model.heads // tensor, max(model.kv_heads // tensor, 1), mesh.shape[SEQ])
-    config = _dropless(replace(config, train=replace(config.train, context=context)), mesh)
+    config = dropless(replace(config, train=replace(config.train, context=context)), mesh)
     dtype = jnp.dtype(config.train.compute_dtype)
     if dtype == jnp.float64 and not jax.config.jax_enable_x64:
         raise ValueError("train.compute_dtype: float64 needs 64-bit types; set the environment variable JAX_ENABLE_X64=1")
@@ -331,5 +292,6 @@ def build_generator(config: Config, mesh: Mesh, params: Tree) -> Generator:
         expert_axes=config.train.expert_axes,
         expert_dispatch=config.train.expert_dispatch,
         expert_buffer=config.train.expert_buffer,
+        expert_columns=config.train.expert_columns,
     )
     return Generator(config, mesh, fitted, partitions, decoder_functions(model, Replicated(), options))

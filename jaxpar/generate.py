@@ -23,8 +23,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxpar import configfile
 from jaxpar.config import Config, MeshShape, require
-from jaxpar.decode import Generator, build_generator, check_choice, parameter_places
+from jaxpar.decode import Generator, build_generator
+from jaxpar.decode_places import parameter_places
 from jaxpar.mesh import TENSOR, make_mesh
+from jaxpar.parallel.sampling import check_choice
 from jaxpar.params import Parameter, Tree, map_leaves
 from jaxpar.train.checkpoint import SavedCheckpoints
 from jaxpar.train.tokenizer import Tokenizer, load_tokenizer

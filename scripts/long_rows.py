@@ -69,11 +69,9 @@ def main() -> int:
         config = configfile.load(RUN, [*settings, f"data.sequence={tokens}"])
         compiled = compiling.compile_run(config, h100)
         rows.append(row(config, compiled.sizes.temp_size_in_bytes, compiled.text))
-        (ratio,) = growth(rows[-2:]) or [math.nan]
+        ratio = "".join(f"{each:.2f}" for each in growth(rows[-2:]))
         last = rows[-1]
-        print(
-            f"{tokens:9}  {last.temporary / 2**30:7.2f} GiB  {last.kept / 2**30:5.2f} GiB  {ratio:10.2f}  {list(last.largest)}", flush=True
-        )
+        print(f"{tokens:9}  {last.temporary / 2**30:7.2f} GiB  {last.kept / 2**30:5.2f} GiB  {ratio:>10}  {list(last.largest)}", flush=True)
     return 0
 
 

@@ -11,7 +11,8 @@ import pytest
 
 from jaxpar import cli, configfile, generate
 from jaxpar.config import Config, ContextConfig, MeshShape, MoeConfig, RopeConfig, TrainConfig
-from jaxpar.decode import Generator, build_generator, parameter_places
+from jaxpar.decode import Choice, Generator, build_generator
+from jaxpar.decode_places import parameter_places
 from jaxpar.mesh import make_mesh
 from jaxpar.train.checkpoint import Checkpoints
 from jaxpar.train.tokenizer import save_tokenizer, train_tokenizer
@@ -269,3 +270,15 @@ def test_a_folder_without_a_checkpoint(tmp_path, capsys):
         assert cli.main(["generate", str(folder), "--prompt", "a"]) == 2
         assert message in capsys.readouterr().err
     assert not (tmp_path / "gone").exists()
+
+
+def test_a_prompt_sends_what_each_layer_sees():
+    """Keys and values of a contiguous ring of 4: a window of 3 reaches one device back, the other layer all three."""
+    model, seed = MODELS["hostile"]
+    assert model.layer_windows == (3, 0)
+    config = run_config(model, context=ContextConfig(layout="contiguous"))
+    generator = build_generator(config, make_mesh(MeshShape(seq=4), jax.devices()[:4]), values(specs_of(model, 1), seed))
+    prompts, length = generator._batch(PROMPTS, TOKENS)
+    program = generator._program.trace(generator.params, prompts, Choice(-1, 0, 0.0, 0, 0.0), length=length, how="likeliest")
+    jaxpr = str(program.jaxpr)
+    assert jaxpr.count("ppermute[") == 2 * (1 + 3 - 1)  # the other layer's second and third sends are a loop's

@@ -232,3 +232,19 @@ def test_zero_errors_name_the_parameter():
     specs = {"up": Parameter((3, 5), ("mlp", "embed"))}
     with pytest.raises(ValueError, match="^up: train.zero: matrix"):
         params.zero_placements(specs, {"up": P("tensor", None)}, {"data": 2, "expert": 1, "seq": 1, "tensor": 1})
+
+
+def test_state_apart_and_together_again():
+    """Branches that hold nothing are left out; state has no place of its own to be split to."""
+    held = Parameter(shape=(4,), axes=("router",), init="zeros", role="state")
+    weight = Parameter(shape=(8, 8), axes=("mlp", "embed"), std=0.1, matrix=1)
+    specs = {"a": {"w": weight, "s": held}, "b": {"s": held}, "w": weight}
+    tree = {"a": {"w": 1, "s": 2}, "b": {"s": 3}, "w": 4}
+    trained, state = params.separate(specs, tree)
+    assert trained == {"a": {"w": 1}, "w": 4} and state == {"a": {"s": 2}, "b": {"s": 3}}
+    assert params.merge(trained, state) == tree and params.merge(trained, {}) == trained
+    with pytest.raises(AssertionError, match="w is there twice"):
+        params.merge(trained, {"w": 5})
+    sizes = {"data": 4, "expert": 1, "seq": 1, "tensor": 1}
+    assert rules.zero_placement(held, P(None), sizes) is None
+    assert rules.unsharded({"s": held}, {"s": P(None)}, sizes) == ()

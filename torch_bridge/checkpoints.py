@@ -57,7 +57,7 @@ def run_of(source: Source, run: Config, out: Path) -> Config:
     if data.tokenizer is None and data.source != "tokens" and (source.folder / TOKENIZER).is_file():
         data = dataclasses.replace(data, tokenizer=str(out / TOKENIZER))
     moe = source.model.moe
-    if run.model.moe.balance_weight or run.model.moe.z_weight:
+    if run.model.moe.balance_weight or run.model.moe.z_weight or run.model.moe.jitter:
         moe = with_training(moe, run.model.moe)
     model = dataclasses.replace(source.model, dropout=run.model.dropout, moe=moe)
     return dataclasses.replace(run, model=model, data=data, checkpoint=dataclasses.replace(run.checkpoint, folder=str(out)))

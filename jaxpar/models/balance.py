@@ -30,12 +30,12 @@ def loss(moe: MoeConfig, aux: dict[str, jax.Array], sequences: int, accumulation
     where the load is even; `expert_overflow` and `expert_dropped` count choices (`parallel/expert.py`), `expert_load` [L, E] those of each
     expert, dropped ones among them.
     """
-    layers, weight = aux["load"].shape[0], moe.balance_weight
+    layers, weight, seen_LE = aux["load"].shape[0], moe.balance_weight, aux["load"]
     if moe.balance == "sequence":
         balance = aux["balance"].sum() / sequences
     else:
-        load_LE = collectives.all_reduce(aux["load"], tuple(sorted(collectives.varying(aux["load"]))))
-        load_LE = collectives.vary_like(load_LE, aux["share"])
+        seen_LE = collectives.all_reduce(aux["load"], tuple(sorted(collectives.varying(aux["load"]))))
+        load_LE = collectives.vary_like(seen_LE, aux["share"])
         if moe.balance == "layers":
             balance = load_balance(load_LE.sum(0), aux["share"].sum(0), moe.per_token) * layers / accumulation
             weight *= moe.per_token / layers
@@ -44,7 +44,7 @@ def loss(moe: MoeConfig, aux: dict[str, jax.Array], sequences: int, accumulation
     z = aux["z"].sum() / sequences
     found = {"balance_loss": balance / layers, "router_z_loss": z / layers, "router_entropy": aux["entropy"].sum() / sequences / layers}
     lost = {f"expert_{name}": aux[name].sum(dtype=jnp.int32) for name in ("overflow", "dropped")}
-    metrics = {name: lax.stop_gradient(each) for name, each in found.items()} | lost | {"expert_load": aux["load"]}
+    metrics = {name: lax.stop_gradient(each) for name, each in found.items()} | lost | {"expert_load": seen_LE}
     return weight * balance + moe.z_weight * z, metrics
 
 

@@ -61,15 +61,18 @@ def fold(kinds: tuple[int, ...]) -> tuple[Run, ...]:
     count = len(kinds)
     best: list[tuple[int, int, tuple[Run, ...]]] = [(0, 0, ())] * (count + 1)
     for end in range(1, count + 1):
-        ways = []
+        least: tuple[int, int, tuple[Run, ...]] = (count + 1, 0, ())
         for size in range(1, end + 1):
-            first = end - size
-            while first >= 0 and kinds[first : first + size] == kinds[end - size : end]:
-                bodies, loops, runs = best[first]
-                run = Run(len(runs), first, kinds[first : first + size], range((end - first) // size))
-                ways.append((bodies + size, loops + 1, (*runs, run)))
+            if size > least[0]:  # longer groups have more bodies than were found
+                break
+            first, kinds_of = end - size, kinds[end - size : end]
+            while first >= 0 and kinds[first : first + size] == kinds_of:
+                bodies, loops, before = best[first]
+                if (bodies + size, loops + 1) < least[:2]:
+                    run = Run(len(before), first, kinds_of, range((end - first) // size))
+                    least = (bodies + size, loops + 1, (*before, run))
                 first -= size
-        best[end] = min(ways, key=lambda way: way[:2])
+        best[end] = least
     return best[count][2]
 
 

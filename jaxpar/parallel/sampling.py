@@ -3,6 +3,7 @@
     likeliest   greedy                                         sends two scalars a row
     sample      from the whole distribution, by Gumbel noise    sends three scalars a row
     sample_cut  the same among the top k, or the top p          sends the logits of a row as well
+    check_choice  what a user asked for
 
 Dims: B rows of this device, V vocabulary entries of this device, t devices along `tensor`. Padding entries are -inf.
 
@@ -13,12 +14,14 @@ Degeneration" (2020).
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxpar.config import require
 from jaxpar.mesh import TENSOR
 from jaxpar.parallel.collectives import all_gather, all_reduce_max, axis_index, vary_like
 
@@ -97,3 +100,12 @@ def _noise(ids_V: jax.Array, draw: Draw) -> jax.Array:
     words_BV = jax.vmap(by_token, in_axes=(0, 0, None))(draw.row_B, draw.position_B, ids_V)
     v_BV = jnp.minimum((words_BV.astype(jnp.float32) + 0.5) * 2.0**-32, 1 - 2.0**-24)
     return -jnp.log(-jnp.log1p(-v_BV))
+
+
+def check_choice(tokens: int, temperature: float, top_k: int | None, top_p: float | None, seed: int) -> None:
+    """Refuse what no generation can mean; ValueError names the argument."""
+    require(1 <= tokens < 2**30, f"tokens: {tokens} must be at least 1 and below 2^30")
+    require(0 <= temperature < math.inf, f"temperature: {temperature} must be finite and not negative; 0 takes the likeliest token")
+    require(top_k is None or top_k >= 1, f"top_k: {top_k} must be at least 1, or absent")
+    require(top_p is None or 0 < top_p <= 1, f"top_p: {top_p} must be in (0, 1], or absent")
+    require(0 <= seed < 2**32, f"seed: {seed} must be in 0 to 2^32 - 1")

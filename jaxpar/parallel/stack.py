@@ -67,9 +67,10 @@ class Saved:
         return [c._replace(layer=pick(c.layer, at.layer)) for c in self.context]
 
     def of(self, at: Place, dys: Any) -> tuple[Any, Any]:
-        """dys, and the layer's kept values; outside a loop behind a barrier, or XLA would keep what is to be computed again."""
+        """dys, and the layer's kept values; where no loop ran the layer forward behind a barrier, or XLA would keep what is to be computed
+        again."""
         kept = runs.stored(self.parts, at)
-        return (dys, kept) if at.in_loop else collectives.barrier((dys, kept))
+        return (dys, kept) if len(self.runs[at.run].groups) > 1 else collectives.barrier((dys, kept))
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,10 +101,9 @@ class LayerStack:
         """
         xs, contexts = stacked.cut(x, self.parts), _cut_context(context, self.parts)
         layer_types = jax.eval_shape(lambda: self._whole(pick(layers, 0)))
-        first = contexts[0]._replace(layer=pick(context.layer, 0))
         blocks = self.block if isinstance(self.block, tuple) else (self.block,) * length(layers)
         assert len(blocks) == length(layers), f"{len(blocks)} blocks for {length(layers)} layers"
-        kinds = runs.number(blocks)
+        kinds, first = runs.number(blocks), contexts[0]._replace(layer=pick(context.layer, 0))
         cut = partial(split.cut, params=layer_types, x=xs[0], context=first, keep=self.keep, fused_loops=self.fused_loops)
         cuts = tuple(map(cut, dict.fromkeys(blocks)))
 
@@ -174,7 +174,7 @@ class LayerStack:
         def step(at: Place, kept: Any, dys: Any, weights: Tree, ahead: bool) -> tuple[Any, Tree, Tree]:
             """dx of a layer, its gradients, and the weights of the layer before."""
             shards = pick(layers, at.layer - 1) if ahead else None
-            if not at.in_loop:  # or layer 0, gathered before the forward's loop, would be kept whole until here
+            if ahead and not at.in_loop and at.layer - 1 in once:  # or the forward's whole weights would be kept until here
                 dys, shards = collectives.barrier((dys, shards))
             following = self._whole(shards) if ahead else None
             return _backward_layer(saved, at, weights if gathered else pick(layers, at.layer), kept, dys, daux, following)
@@ -186,6 +186,8 @@ class LayerStack:
             dys, dparams, following = step(at, kept, dys, weights, ahead)
             return (dys, following, dparams, grads), None
 
+        # Layers that the forward gathered outside a loop: the first, and those behind a layer that no loop ran.
+        once = {0, *(at.layer + 1 for run in saved.runs if len(run.groups) == 1 for at in runs.places(run))}
         between, (last_group,) = runs.without_last(saved.runs)
         *others, at = runs.places(last_group)
         dys = stacked.cut(dy, self.parts)

@@ -155,7 +155,8 @@ def _metrics(config: Config) -> list[Collective]:
     axes = (*REPLICA, *_token_axes(config))
     losses = (*axes, TENSOR) if config.train.expert_columns else axes
     names = {"balance": _wide(config), "z": _wide(config), "entropy": _wide(config), "overflow": "int32", "dropped": "int32"}
-    load = _sent(config, "load", "all_reduce", axes, 1, sparse_layers(config) * config.model.moe.experts, "int32")
+    counts = sparse_layers(config) * config.model.moe.experts if config.model.moe.balance == "sequence" else 0  # else summed already
+    load = _sent(config, "load", "all_reduce", axes, 1, counts, "int32") if counts else []
     return load + [
         one
         for name, dtype in names.items()

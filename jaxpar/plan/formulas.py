@@ -31,7 +31,7 @@ from jaxpar.mesh import AXES, REPLICA, TENSOR
 from jaxpar.plan.context import context_traffic
 from jaxpar.plan.experts import expert_traffic, sparse_layers
 from jaxpar.plan.traffic import Collective
-from jaxpar.plan.weights import Weight, microbatch, replicas, token_shards, weights
+from jaxpar.plan.weights import Weight, microbatch, replicas, state_elements, token_shards, weights
 from jaxpar.plan.weights import send as _send
 
 # How often the backward of a layer sends again what its forward sent, to compute values that the policy did not keep: (enter, leave).
@@ -177,7 +177,7 @@ def state_bytes(config: Config) -> int:
     moments = {"adamw": 2, "lion": 1, "sgd": 1, "muon": 2, "adafactor": 0}[config.optimizer.name]
     matrices = 1 if config.optimizer.name == "muon" else moments
     counters = {"lion": 4, "adamw": 4, "sgd": 3}.get(config.optimizer.name, 0)  # step, skipped, the rule's if it counts, the schedule's
-    elements = 0
+    elements = state_elements(config)
     for weight in weights(config):
         copies = 1 + (matrices if weight.role == "matrix" else moments)
         elements += copies * (weight.total // (weight.ways if weight.split else 1))

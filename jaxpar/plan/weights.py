@@ -73,6 +73,11 @@ def token_shards(config: Config) -> int:
     return config.mesh.tensor if config.train.sequence_parallel else 1
 
 
+def state_elements(config: Config) -> int:
+    """Numbers of what a model holds and no gradient moves, whole on every device, without moments."""
+    return sum(spec.real_size for _, spec in flatten(declared(config.model, config.mesh.tensor)) if spec.role == "state")
+
+
 def weights(config: Config) -> list[Weight]:
     """Every parameter of the model on one device."""
     t, n = config.mesh.tensor, replicas(config)

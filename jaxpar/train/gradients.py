@@ -103,7 +103,7 @@ class Gradients:
         if train.zero == 1:
             grads = zero.scatter(grads, places, reduction)
         grads = jax.tree.map(lambda g: g.astype(master), zero.finish(grads, places, reduction))
-        sums = jax.tree.map(lambda s: collectives.all_reduce(s, tuple(sorted(collectives.varying(s)))), sums)
+        sums = jax.tree.map(lambda s: collectives.all_reduce(s, axes) if (axes := tuple(sorted(collectives.varying(s)))) else s, sums)
         return {**self.functions.summary(sums), "tokens": tokens, "grad_norm": zero.norm(grads)}, grads
 
     def microbatch(

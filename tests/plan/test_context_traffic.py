@@ -147,5 +147,5 @@ def test_a_window_known_at_run_time_sends_every_block(monkeypatch):
     """Negative control: layers whose windows only arrays know."""
     run = step(windows=(9, 0), layers=4, batch=16)
     assert executions(traced(run)) == executions(formulas.step_traffic(run))
-    monkeypatch.setattr(DecoderFunctions, "blocks", property(lambda self: (self.block,) * self.config.layers))
+    monkeypatch.setattr(DecoderFunctions, "blocks", lambda self, segment: (self.block,) * segment.units)
     assert executions(traced.__wrapped__(run)) != executions(formulas.step_traffic(run))

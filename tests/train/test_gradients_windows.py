@@ -19,9 +19,9 @@ LATE = dataclasses.replace(PAIRS, layers=4, windows=(0, 0, 3, 3))
 
 ROWS = {
     "pairs, ring contiguous, ZeRO-3": (PAIRS, ("ring", "contiguous"), {"seq": 4, "data": 2, "zero": 3}),
-    "pairs, ring zigzag, accumulated": (PAIRS, ("ring", "zigzag"), {"seq": 2, "tensor": 2, "zero": 1, "accumulation": 2}),
 }
 MORE = {
+    "pairs, ring zigzag, accumulated": (PAIRS, ("ring", "zigzag"), {"seq": 2, "tensor": 2, "zero": 1, "accumulation": 2}),
     "pairs, usp, ZeRO-2, interleaved": (PAIRS, ("usp", "zigzag"), {"seq": 4, "zero": 2, "interleave": 2}),
     "pairs, gather striped, remat none": (PAIRS, ("gather", "striped"), {"seq": 2, "tensor": 2, "zero": 0, "remat": "none"}),
     "late, ring zigzag, remat block": (LATE, ("ring", "zigzag"), {"seq": 4, "data": 2, "zero": 3, "remat": "block"}),

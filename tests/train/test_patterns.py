@@ -48,10 +48,17 @@ def test_on_meshes(fields, mesh, train):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("train", [{"remat": "outputs"}, {"remat": "block"}])
-def test_experts_with_biases_in_every_layer(train):
+@pytest.mark.parametrize(
+    "mesh, train",
+    [
+        ({}, {"remat": "outputs"}),
+        ({"expert": 2, "tensor": 2}, {"remat": "block", "expert_columns": True}),
+        ({"data": 2, "tensor": 2}, {"zero": 2, "expert_columns": True, "sequence_parallel": False}),
+    ],
+)
+def test_experts_with_biases_in_every_layer(mesh, train):
     config = model(per_token=4, **GPT_OSS)
-    check(runs.config(model=config, **train), config)
+    check(dataclasses.replace(runs.config(model=config, expert_buffer=8.0, **train), mesh=MeshShape(**mesh)), config)
 
 
 def test_layers_and_their_stacks():
