@@ -210,8 +210,8 @@ class Gradients:
             fused_loops=train.mlp_chunk > 0,
             again=again,
             # Full recomputation is for who has no memory to spare: two layers a turn may hold a matrix more. Of two interleaved layers in
-            # one body XLA's scheduler hides less: a quarter more time (docs/compile.md).
-            in_pairs=train.remat != "block" and train.interleave == 1,
+            # one body XLA's scheduler hides less: a quarter more time (docs/compile.md). A ring's transfers, too, find less to hide behind.
+            in_pairs=train.remat != "block" and train.interleave == 1 and self.config.mesh.seq == 1,
         )
 
     def context(self, key: jax.Array, batch: dict[str, jax.Array], held: Tree | None = None) -> Context:

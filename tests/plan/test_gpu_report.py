@@ -42,7 +42,8 @@ def test_runs_of_real_size_fit_and_are_predicted(run):
     ratio = {"attention": 1.34, "block": 1.34}.get(compiled.config.train.remat, 1.005)
     assert report["flops"]["program"] <= ratio * report["flops"]["model"]
     assert sum(report["copies"].values()) <= 1e9 * COPIED.get(run, float("inf"))
-    assert not [array for array in report["copies"] if array.startswith("zeros")]
+    # A chunked MLP's loop adds up its weights' gradients, from zeros.
+    assert compiled.config.train.mlp_chunk or not [array for array in report["copies"] if array.startswith("zeros")]
 
 
 def test_twice_the_tokens_are_twice_the_activations_and_no_more_weights():
@@ -121,8 +122,7 @@ def test_the_command_writes_its_report(command):
     assert {"step_seconds", "tokens_per_second_per_gpu", "mfu", "mfu_full", "peak_dtype", "exposed_seconds"} == set(report["time"])
     assert set(report["time"]["exposed_seconds"]) <= {"data", "tensor", "data+tensor"}
     assert (folder / "hlo").read_text().startswith("HloModule jit_step")
-    names = {event["args"]["name"] for event in json.loads((folder / "trace").read_text())["traceEvents"] if event["ph"] == "M"}
-    assert names == {"compute", "node", "network"}
+    assert links(folder / "trace") == {"compute", "node", "network"}
     assert (folder / "png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -181,7 +181,8 @@ def test_out_of_memory_is_a_verdict(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(knobs, "lighter", one_of_them)
     settings = ["model.layers=2", "train.batch=512", "train.accumulation=1", "train.zero=1", "train.remat=none"]
     arguments = [part for setting in settings for part in ("--set", setting)]
-    assert cli.main(["compile", str(FOLDER / "llama3_8b_h100x8.yaml"), *arguments, "--json", str(tmp_path / "report.json")]) == 0
+    files = ["--json", str(tmp_path / "report.json"), "--trace", str(tmp_path / "trace.json")]
+    assert cli.main(["compile", str(FOLDER / "llama3_8b_h100x8.yaml"), *arguments, *files]) == 0
     assert len(found) >= 5 and "train.zero=3" in found
     report, said = json.loads((tmp_path / "report.json").read_text()), capsys.readouterr()
     assert not report["fits"]
@@ -189,18 +190,19 @@ def test_out_of_memory_is_a_verdict(tmp_path, monkeypatch, capsys):
     assert tried["need"] < 0.6 * (report["memory"]["peak"] + report["memory"]["attention_workspace"])
     assert "does not fit: " in said.out and "helps most: train.accumulation=2: " in said.out
     assert "Traceback" not in said.out + said.err
+    assert links(tmp_path / "trace.json") == {"compute", "node"}
 
 
 def test_hosts_of_four_gpus_send_over_the_network(tmp_path):
-    """`--gpus-per-node 4`: two hosts, the same program and bytes, and the slower link is waited for."""
-    exposed = {}
-    small = ["model.width=1024", "model.mlp_width=3584", "model.layers=8", "train.batch=8", "train.accumulation=1"]
-    arguments = [part for setting in small for part in ("--set", setting)]
-    for each in (8, 4):
-        file = tmp_path / f"{each}.json"
-        options = ["--gpus-per-node", str(each), "--json", str(file), *arguments]
-        assert cli.main(["compile", str(FOLDER / "llama3_8b_h100x8.yaml"), *options]) == 0
-        report = json.loads(file.read_text())
-        exposed[each] = report["time"]["exposed_seconds"]["data"]
-        assert all(row["bytes"] == row["expected_bytes"] for row in report["collectives"])
-    assert exposed[4] > 2 * exposed[8]
+    """`--gpus-per-node 4` makes two hosts, and `data` 8 crosses between them; with eight on a host nothing would (the test above)."""
+    files = ["--json", str(tmp_path / "report.json"), "--trace", str(tmp_path / "trace.json")]
+    small = ["--set", "model.width=1024", "--set", "model.mlp_width=3584", "--set", "model.layers=8"]
+    assert cli.main(["compile", str(FOLDER / "llama3_8b_h100x8.yaml"), "--gpus-per-node", "4", *small, *files]) == 0
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert all(row["bytes"] == row["expected_bytes"] for row in report["collectives"])
+    assert "network" in links(tmp_path / "trace.json")
+
+
+def links(trace):
+    """What the simulated timeline has rows for."""
+    return {event["args"]["name"] for event in json.loads(trace.read_text())["traceEvents"] if event["ph"] == "M"}
