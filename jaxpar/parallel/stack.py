@@ -274,5 +274,7 @@ def _ahead(order: Sequence[Run], at: Place, values: Any, layers: Tree, i: Any) -
     """
     if at.in_loop:
         return pick_after(values, layers, i) if len(order[at.run].kinds) > 1 else (values, pick(layers, i))
-    alone = {0, *(at.layer + 1 for run in order if len(run.groups) == 1 for at in runs.places(run))}  # gathered outside by the forward
-    return pick_after(values, layers, i) if i in alone else (values, pick(layers, i))
+    short = (run for run in order if len(run.groups) < runs.FEWEST_TURNS)  # no loops of the forward, or such as XLA unrolls
+    alone = {0, *(at.layer + 1 for run in short for at in runs.places(run))}
+    shards = pick(layers, i)
+    return collectives.barrier((values, shards)) if i in alone else (values, shards)
