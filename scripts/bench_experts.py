@@ -53,9 +53,7 @@ def main() -> int:
         for n in np.roll(range(len(runs)), turn):
             seconds[turn, n] = runs[n]()
     seconds = seconds[2:]  # the first ones compile and warm up
-    print(
-        f"{os.cpu_count()} CPU cores, jax {jax.__version__}; {args.batch} × {args.sequence} tokens, float32: 8 experts, 2 a token, beside"
-    )
+    print(f"{os.cpu_count()} CPU cores, jax {jax.__version__}; {args.batch} × {args.sequence} tokens, float32")
     print("8 experts, 2 of them a token, beside the dense model of as many active parameters:")
     for n, policy in enumerate(POLICIES):
         dense, experts = seconds[:, 2 * n], seconds[:, 2 * n + 1]

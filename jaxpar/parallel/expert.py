@@ -111,21 +111,21 @@ def through(x_TD: jax.Array, weights_TK: jax.Array, chosen_TK: jax.Array, expert
     trips = [method(x, weights, chosen, dispatch, ways) for x, weights, chosen in zip(*cut, strict=True)]
     results, arrived = [], trips[0].send()
     for number, trip in enumerate(trips):
-        y_RD = experts(*arrived)
+        y_RD = experts(*trip.arrange(arrived))
         if number + 1 < chunks:
             # What travels meanwhile has arrived when these experts are done, and the others' gradients likewise in the backward.
-            rows_RD, *others = trips[number + 1].send()
-            y_RD, rows_RD = collectives.barrier((y_RD, rows_RD))
-            arrived = (rows_RD, *others)
+            y_RD, arrived = collectives.barrier((y_RD, trips[number + 1].send()))
         results.append(trip.back(y_RD).astype(x_TD.dtype))
     lost = jax.tree.map(lambda *each: sum(each[1:], each[0]), *(trip.lost for trip in trips))
     return jnp.concatenate(results) if chunks > 1 else results[0], lost
 
 
 class Trip(NamedTuple):
-    """Of a chunk of tokens: `send` brings them to their experts, (rows[R, D], weights[R], sizes[G]); `back` their results home."""
+    """Of a chunk of tokens: `send` brings rows and weights to their experts, `arrange` sorts what has arrived, (rows[R, D], weights[R],
+    sizes[G]), `back` brings results home."""
 
-    send: Callable[[], tuple[jax.Array, jax.Array, jax.Array]]
+    send: Callable[[], tuple[jax.Array, jax.Array]]
+    arrange: Callable[[tuple[jax.Array, jax.Array]], tuple[jax.Array, jax.Array, jax.Array]]
     back: Callable[[jax.Array], jax.Array]
     lost: Lost
 
@@ -134,8 +134,8 @@ def _local(x_TD: jax.Array, weights_TK: jax.Array, chosen_TK: jax.Array, dispatc
     """The choices of experts 0 to E/n - 1, of tokens that are here."""
     size = dispatch.rows(chosen_TK.shape[0] // ways, chosen_TK.shape[1], ways)
     rows, sizes_G, overflow = sort(chosen_TK, dispatch.experts // ways, size)
-    send = lambda: (spread(x_TD, rows), carry(weights_TK, rows), sizes_G)  # noqa: E731
-    return Trip(send, lambda y_RD: combine(y_RD, rows), Lost(overflow, jnp.zeros_like(overflow)))
+    arrange = lambda here: (spread(here[0], rows), carry(here[1], rows), sizes_G)  # noqa: E731
+    return Trip(lambda: (x_TD, weights_TK), arrange, lambda y_RD: combine(y_RD, rows), Lost(overflow, jnp.zeros_like(overflow)))
 
 
 def _gather(x_TD: jax.Array, weights_TK: jax.Array, chosen_TK: jax.Array, dispatch: Dispatch, ways: int) -> Trip:
@@ -143,7 +143,7 @@ def _gather(x_TD: jax.Array, weights_TK: jax.Array, chosen_TK: jax.Array, dispat
     first = collectives.axis_index(dispatch.axes).astype(jnp.int32) * (dispatch.experts // ways)
     here = _local(all_x, all_weights, all_chosen - first, dispatch, ways)
     back = lambda y_RD: collectives.reduce_scatter(here.back(y_RD).astype(x_TD.dtype), dispatch.axes, 0)  # noqa: E731
-    return Trip(here.send, back, here.lost)
+    return here._replace(back=back)
 
 
 def _capacity(x_TD: jax.Array, weights_TK: jax.Array, chosen_TK: jax.Array, dispatch: Dispatch, ways: int) -> Trip:
@@ -152,17 +152,20 @@ def _capacity(x_TD: jax.Array, weights_TK: jax.Array, chosen_TK: jax.Array, disp
     rows, dropped = sort_limited(chosen_TK, count, capacity, jax.lax.stop_gradient(weights_TK) if dispatch.by_weight else None)
 
     def there(a: jax.Array) -> jax.Array:
-        """Rows of [E C, ...] to the devices of their experts, by expert: [G n C, ...]."""
-        a = collectives.all_to_all(a.reshape(ways, held, capacity, -1), dispatch.axes, 0, 0)
-        return a.swapaxes(0, 1).reshape(held * ways * capacity, -1)
+        """Rows of [E C, ...] to the devices of their experts: [n, G, C, ...], by device."""
+        return collectives.all_to_all(a.reshape(ways, held, capacity, -1), dispatch.axes, 0, 0)
+
+    def arrange(arrived: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
+        rows_RD, weights_R1 = (a.swapaxes(0, 1).reshape(held * ways * capacity, -1) for a in arrived)
+        return rows_RD, weights_R1[:, 0], sizes_G
 
     def back(y: jax.Array) -> jax.Array:
         y = y.reshape(held, ways, capacity, width).swapaxes(0, 1)
         return combine(collectives.all_to_all(y, dispatch.axes, 0, 0).reshape(-1, width), rows)
 
     sizes_G = jnp.zeros_like(dropped, shape=(held,)) + ways * capacity
-    send = lambda: (there(spread(x_TD, rows)), there(carry(weights_TK, rows))[:, 0], sizes_G)  # noqa: E731
-    return Trip(send, back, Lost(jnp.zeros_like(dropped), dropped))
+    send = lambda: (there(spread(x_TD, rows)), there(carry(weights_TK, rows)))  # noqa: E731
+    return Trip(send, arrange, back, Lost(jnp.zeros_like(dropped), dropped))
 
 
 def _ragged(x_TD: jax.Array, weights_TK: jax.Array, chosen_TK: jax.Array, dispatch: Dispatch, ways: int) -> Trip:
@@ -174,14 +177,16 @@ def _ragged(x_TD: jax.Array, weights_TK: jax.Array, chosen_TK: jax.Array, dispat
     expert_R = jnp.where(row_R < ends[-1], (ends[None, :] <= row_R[:, None]).sum(1, dtype=jnp.int32) % held, held)
     again, sizes_G, _ = sort(expert_R[:, None], held, size)
 
-    def send() -> tuple[jax.Array, jax.Array, jax.Array]:
-        arrived, weights = (_exchange(dispatch, size, a, plan) for a in (spread(x_TD, rows), carry(weights_TK, rows)[:, None]))
-        return spread(arrived, again), carry(weights, again), sizes_G
+    def send() -> tuple[jax.Array, jax.Array]:
+        return _exchange(dispatch, size, spread(x_TD, rows), plan), _exchange(dispatch, size, carry(weights_TK, rows)[:, None], plan)
+
+    def arrange(arrived: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
+        return spread(arrived[0], again), carry(arrived[1], again), sizes_G
 
     def back(y_RD: jax.Array) -> jax.Array:
         return combine(_exchange(dispatch, chosen_TK.size, combine(y_RD, again), Plan(plan.back, plan.there)), rows)
 
-    return Trip(send, back, Lost(overflow, jnp.zeros_like(overflow)))
+    return Trip(send, arrange, back, Lost(overflow, jnp.zeros_like(overflow)))
 
 
 class Plan(NamedTuple):
