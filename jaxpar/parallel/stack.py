@@ -67,9 +67,9 @@ class Saved:
         return [c._replace(layer=pick(c.layer, at.layer)) for c in self.context]
 
     def of(self, at: Place, dys: Any) -> tuple[Any, Any]:
-        """dys, and the layer's kept values; outside a loop behind a barrier, or XLA would keep what is to be computed again."""
+        """dys, and the layer's kept values; where the forward had it outside a loop behind a barrier, or XLA would keep all it made."""
         kept = runs.stored(self.parts, at)
-        return (dys, kept) if at.in_loop else collectives.barrier((dys, kept))
+        return (dys, kept) if len(self.runs[at.run].groups) > 1 else collectives.barrier((dys, kept))
 
 
 @dataclass(frozen=True, eq=False)
@@ -173,7 +173,7 @@ class LayerStack:
         def step(at: Place, kept: Any, dys: Any, weights: Tree, ahead: bool) -> tuple[Any, Tree, Tree]:
             """dx of a layer, its gradients, and the weights of the layer before."""
             shards = pick(layers, at.layer - 1) if ahead else None
-            if not at.in_loop:  # or layer 0, gathered before the forward's loop, would be kept whole until here
+            if not at.in_loop and at.layer == 1:  # or layer 0, gathered before the forward's loop, would be kept whole until here
                 dys, shards = collectives.barrier((dys, shards))
             following = self._whole(shards) if ahead else None
             return _backward_layer(saved, at, weights if gathered else pick(layers, at.layer), kept, dys, daux, following)

@@ -100,7 +100,7 @@ def test_131k_tokens_hide_the_ring():
 
 def test_a_million_tokens_hide_the_ring():
     """seq 64."""
-    assert check_hidden(gpu.compiled(LONGEST), attention=30, other=0, exposed=0.005, gib=17) < 406e9
+    assert check_hidden(gpu.compiled(LONGEST), attention=30, other=0, exposed=0.005, gib=17.1) < 406e9
 
 
 def test_memory_grows_with_the_row():

@@ -50,7 +50,8 @@ def test_twice_the_tokens_are_twice_the_activations_and_no_more_weights():
     assert short["weights"] == long["weights"] == layers
     assert short["gradients"] == long["gradients"] == layers + 4 * MODEL.vocabulary // 2 * MODEL.width
     assert all(part["activations"] >= size for part, size in zip(parts, kept, strict=True))
-    assert long["activations"] == pytest.approx(2 * short["activations"], rel=0.02)
+    # XLA lets one array of 16 MiB more share memory in the longer row.
+    assert 2 * short["activations"] - 2**24 <= long["activations"] <= 2.02 * short["activations"]
 
 
 WINDOWS = dataclasses.replace(MODEL, windows=(512, 0), layers=4)
