@@ -137,7 +137,7 @@ def _counts(config: Config) -> list[Collective]:
         shards, tokens = math.prod(getattr(config.mesh, axis) for axis in split), rows * _rows(config)[1]
         for values, dtype in ((moe.experts, _wide(config)), (1, "bool")):
             found += _sent(config, "what experts choose from", "all_gather", split, (1 + again) * times, shards * tokens * values, dtype)
-    if moe.balance != "sequence" and train.accumulation > 1:  # with one microbatch it is the metric, and XLA sends it once
+    if moe.balance != "sequence":
         found += _sent(
             config,
             "load of a microbatch",

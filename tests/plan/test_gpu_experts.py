@@ -15,30 +15,42 @@ from tests.plan.gpu_runs import MODEL
 pytestmark = gpu.MARKS
 
 
-def run(mesh, shared=0, **train):
-    moe = MoeConfig(experts=16, per_token=2, width=256, balance="microbatch", balance_weight=0.01, shared_width=shared)
+def small():
+    """A shared expert, two chunks, recomputation, on 8 GPUs."""
+    moe = MoeConfig(experts=16, per_token=2, width=256, balance="microbatch", balance_weight=0.01, shared_width=256)
     return Config(
         model=dataclasses.replace(MODEL, moe=moe),
-        mesh=MeshShape(**mesh),
+        mesh=MeshShape(data=2, expert=4),
         data=DataConfig(sequence=512, documents="joined"),
-        train=TrainConfig(**{"batch": 16, "zero": 3, "loss_chunk": 256, **train}),
+        train=TrainConfig(batch=16, zero=3, loss_chunk=256, remat="block", expert_chunks=2),
     )
 
 
-RUNS = {
-    "ragged, in chunks": run({"data": 2, "expert": 4}, remat="block", expert_chunks=2, shared=256),
-    "ragged, folded": run({"expert": 4, "tensor": 2}, remat="matmuls", expert_axes=("expert", "tensor")),
-    "capacity, columns": run({"data": 2, "expert": 2, "tensor": 2}, remat="outputs", expert_dispatch="capacity", expert_columns=True),
-    "gather, folded over seq": run({"data": 2, "seq": 2, "tensor": 2}, expert_dispatch="gather", expert_axes=("expert", "seq", "tensor")),
-}
+@pytest.fixture(scope="module")
+def chunked():
+    return compiling.compile_run(small(), hardware.load("h100"))
 
 
-@pytest.mark.parametrize("name", RUNS)
-def test_bytes_by_axis_and_kind_are_those_of_the_formulas(name):
-    compiled = compiling.compile_run(RUNS[name], hardware.load("h100"))
-    rows, unexpected = sent.compare(compiled.text, compiled.mesh, formulas.step_traffic(RUNS[name]))
+def test_bytes_by_axis_and_kind_are_those_of_the_formulas(chunked):
+    """Other methods, foldings and policies as traced: `test_expert_traffic.py`."""
+    rows, unexpected = sent.compare(chunked.text, chunked.mesh, formulas.step_traffic(chunked.config))
     assert unexpected == []
     assert {(row["axis"], row["kind"]): row["bytes"] for row in rows} == {(row["axis"], row["kind"]): row["expected_bytes"] for row in rows}
+
+
+def behind_loops(text):
+    """Ragged exchanges that start before a loop with matmuls and are done after it."""
+    found = 0
+    for computation in parse(text).computations.values():
+        begun: dict[str, bool] = {}
+        for each in computation.instructions.values():
+            if each.opcode == "ragged-all-to-all-start":
+                begun[each.name] = False
+            elif each.opcode == "while":
+                begun = dict.fromkeys(begun, True)
+            elif each.opcode == "ragged-all-to-all-done":
+                found += begun.pop(each.operands[0], False)
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -82,3 +94,8 @@ def test_mixtral_computes_the_rows_of_its_buffer_at_most(mixtral):
 def test_mixtral_hides_its_exchanges(mixtral):
     """At most 5% of the step waits for `expert`."""
     assert simulate.simulate(mixtral.text, mixtral.mesh, mixtral.hardware).exposed("expert") <= 0.05
+
+
+def test_a_chunk_travels_while_another_is_served(chunked, mixtral):
+    """Control: all at once, no exchange has such a loop to travel behind."""
+    assert behind_loops(chunked.text) > 0 == behind_loops(mixtral.text)
