@@ -251,8 +251,8 @@ def forget_a_microbatch(patch):
     """The second one starts from an empty buffer."""
     microbatch = Gradients.microbatch
 
-    def broken(self, weights, scale, key, grads, batch):
-        return microbatch(self, weights, scale, key, jax.tree.map(lambda g: 0 * g, grads), batch)
+    def broken(self, weights, held, scale, key, grads, batch):
+        return microbatch(self, weights, held, scale, key, jax.tree.map(lambda g: 0 * g, grads), batch)
 
     patch.setattr(Gradients, "microbatch", broken)
 

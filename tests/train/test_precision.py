@@ -5,6 +5,7 @@ up 1 to 3 % off in the 2-norm of a leaf, biases of queries and keys, where the s
 is the order of sums: its error in each leaf is that of one device in bf16 to within a factor of 2 (seen: 1.3).
 """
 
+import dataclasses
 import functools
 
 import jax
@@ -17,7 +18,11 @@ from tests.parallel.context_cases import uncached
 from tests.train import runs
 
 TOLERANCE, FACTOR = 2**-4, 2
+MODEL = dataclasses.replace(runs.MODEL, windows=(5, 0))  # of two layers, one sees all of its document
 MIXED = {"compute_dtype": "bfloat16", "master_dtype": "float32", "reduce_dtype": "float32"}
+
+
+config = functools.partial(runs.config, model=MODEL)
 
 
 def errors(got, want):
@@ -32,13 +37,13 @@ def errors(got, want):
 
 
 def exact():
-    return runs.gradients(runs.config())
+    return runs.gradients(config())
 
 
 @functools.cache
 def one_device():
     """Errors of bf16 without any mesh."""
-    return errors(runs.gradients(runs.config(**MIXED))[1], exact()[1])
+    return errors(runs.gradients(config(**MIXED))[1], exact()[1])
 
 
 def too_far(found):
@@ -60,7 +65,7 @@ def test_one_device_is_within_the_tolerance_and_not_exact():
 
 @pytest.mark.parametrize(("zero", "reduce"), [(0, "bfloat16"), (1, "float32"), (2, "bfloat16"), (3, "float32")])
 def test_meshes(zero, reduce):
-    check(runs.gradients(runs.config(data=2, tensor=2, accumulation=2, zero=zero, **MIXED | {"reduce_dtype": reduce})))
+    check(runs.gradients(config(data=2, tensor=2, accumulation=2, zero=zero, **MIXED | {"reduce_dtype": reduce})))
 
 
 @pytest.mark.slow
@@ -68,18 +73,18 @@ def test_meshes(zero, reduce):
 def test_rows_over_eight_devices(method, layout):
     """Sums of dK and dV travel round a ring in bf16, rounded at every device: no worse than a mesh of the batch."""
     with uncached():
-        check(runs.gradients(runs.config(seq=8, zero=1, context=ContextConfig(method=method, layout=layout), **MIXED)))
+        check(runs.gradients(config(seq=8, zero=1, context=ContextConfig(method=method, layout=layout), **MIXED)))
 
 
 def test_many_microbatches_are_no_worse_than_one():
-    found = errors(runs.gradients(runs.config(accumulation=8, **MIXED))[1], exact()[1])
+    found = errors(runs.gradients(config(accumulation=8, **MIXED))[1], exact()[1])
     assert not too_far(found)
     assert np.median(list(found.values())) < 1.2 * np.median(list(one_device().values()))
 
 
 def test_three_bits_fewer_are_noticed():
     """Negative control: the same program on weights rounded to eight bits."""
-    built = runs.training(runs.config(**MIXED))
+    built = runs.training(config(**MIXED))
     params = jax.tree.map(lambda w: w.astype(jnp.float8_e4m3fn).astype(w.dtype), runs.place_params(built))
     _, grads = jax.jit(built.gradients)(params, runs.place(built, runs.batch(built.config)), jnp.asarray(3, jnp.int32))
     assert len(too_far(errors(grads, exact()[1]))) == len(one_device())
@@ -92,9 +97,9 @@ MESHES = {"one device": {}, "ZeRO-3 reducing in bf16": {"data": 2, "zero": 3, "r
 @functools.cache
 def repeated(times, **train):
     """Gradients of a step whose microbatches are the same two sequences over and over."""
-    run = runs.config(batch=2 * times, accumulation=times, **MIXED | train)
+    run = config(batch=2 * times, accumulation=times, **MIXED | train)
     built = runs.training(run)
-    batch = runs.batch(runs.config(batch=2, **MIXED))
+    batch = runs.batch(config(batch=2, **MIXED))
     batch = {name: np.repeat(value, times, 0) for name, value in batch.items()}
     return jax.device_get(jax.jit(built.gradients)(runs.place_params(built), runs.place(built, batch), jnp.asarray(3, jnp.int32))[1])
 
@@ -114,6 +119,6 @@ def test_a_bf16_buffer_is_noticed():
 
 def test_what_was_summed_over_microbatches_is_not_rounded_again():
     """ZeRO-3 reduces each microbatch in bf16 into a float32 buffer; what leaves the step still has the buffer's digits."""
-    run = runs.config(data=2, zero=3, accumulation=2, **MIXED | {"reduce_dtype": "bfloat16"})
+    run = config(data=2, zero=3, accumulation=2, **MIXED | {"reduce_dtype": "bfloat16"})
     gate = runs.gradients(run)[1]["layers"]["mlp"]["gate"]
     assert (gate != np.asarray(jnp.asarray(gate, jnp.bfloat16), np.float32)).any()
