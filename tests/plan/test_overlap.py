@@ -66,10 +66,12 @@ def test_matmuls_and_collectives_of_a_real_step_by_hand(interleaved):
     assert ("tensor",) in found.busy_seconds and ("data",) in found.busy_seconds
 
 
-def test_less_memory_and_traffic_than_maxtext_on_data_8_tensor_8(plain):
-    report = compiling.report(plain)
-    assert report["memory"]["peak"] <= 9.72 * 2**30
-    assert sum(row["bytes"] for row in report["collectives"]) <= 248e9
+@pytest.mark.parametrize(("parts", "gib"), [("plain", 7.6), ("interleaved", 6.6)])
+def test_less_memory_and_traffic_than_maxtext_on_data_8_tensor_8(parts, gib, request):
+    """MaxText: 9.72 GiB and 248 GB."""
+    report = compiling.report(request.getfixturevalue(parts))
+    assert report["memory"]["peak"] <= gib * 2**30
+    assert sum(row["bytes"] for row in report["collectives"]) <= 172.5e9
     assert report["flops"]["program"] <= 1.34 * report["flops"]["model"]
 
 
