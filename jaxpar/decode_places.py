@@ -11,6 +11,7 @@ from dataclasses import replace
 from jax.sharding import Mesh
 
 from jaxpar.config import Config, require
+from jaxpar.config_checks import divisors
 from jaxpar.mesh import BATCH, DATA, EXPERT, SEQ, TENSOR
 from jaxpar.models.decoder import declared
 from jaxpar.parallel.tensor import check_heads
@@ -31,7 +32,7 @@ def parameter_places(config: Config, mesh: Mesh) -> tuple[Tree, Tree]:
         model.moe.router != "expert_choice", "model.moe.router: expert_choice looks at later tokens, so nothing can be generated with it"
     )
     experts = model.moe.experts
-    works = ", ".join(str(ways) for ways in range(1, experts + 1) if experts % ways == 0)
+    works = ", ".join(map(str, divisors(experts)))
     require(
         experts % sizes[EXPERT] == 0,
         f"mesh.{EXPERT}: {sizes[EXPERT]} does not divide model.moe.experts {experts}; sizes that work: {works}",

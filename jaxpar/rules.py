@@ -21,6 +21,7 @@ import jax
 from jax.sharding import PartitionSpec
 
 from jaxpar.config import Config, TrainConfig
+from jaxpar.config_checks import divisors
 from jaxpar.mesh import AXES, BATCH, EXPERT, PIPE, REPLICA, TENSOR
 
 Target = str | tuple[str, ...] | None
@@ -303,7 +304,7 @@ def _check_experts(config: Config) -> None:
     mesh, train, count, ways = config.mesh, config.train, config.model.moe.experts, experts_ways(config)
     if count % ways:
         names = " × ".join(f"mesh.{axis}" for axis in train.expert_axes)
-        works = ", ".join(str(size) for size in range(1, count + 1) if count % size == 0)
+        works = ", ".join(map(str, divisors(count)))
         raise ValueError(f"model.moe.experts: {count} do not divide over {names} {ways}; numbers of devices that work: {works}")
     if TENSOR in train.expert_axes and mesh.tensor > 1 and not train.sequence_parallel:
         raise ValueError(

@@ -1,7 +1,7 @@
 """The decoder: embedding, L blocks, norm, head. A tree of parameters to declare, and pure per-device functions for whoever runs the layers.
 
     Decoder             nnx module that holds the declarations; `Decoder(config, padded).specs`
-    decoder_functions   embed, block, block_cached, loss, logits on plain nested dicts of local arrays
+    decoder_functions   embed, block, loss, logits on plain nested dicts of local arrays
 
 Dims: B batch, S sequence, D model width, V vocabulary, L layers, K key/value heads, H head width, M tokens that a cache holds.
 """
@@ -18,7 +18,6 @@ from flax import nnx
 
 from jaxpar.config import ModelConfig
 from jaxpar.models import balance
-from jaxpar.models.attention import Cache
 from jaxpar.models.block import Block, Norm
 from jaxpar.models.options import Options
 from jaxpar.models.parameter import table
@@ -109,12 +108,6 @@ class DecoderFunctions:
 
         of = {windows: partial(known, windows) for windows in segment.windows}
         return tuple(of[windows] for windows in segment.windows)
-
-    def block_cached(self, layer_params: Tree, x_BSD: jax.Array, context: Context, cache: Cache) -> tuple[jax.Array, Cache]:
-        """One layer on S new tokens with `key` and `value` [B, M, K_tensor, H] of the earlier ones; see `Attention.cached`. For models
-        whose layers are alike."""
-        ((block, _),) = self.bound(REST, layer_params, context.layer)
-        return block.cached(x_BSD, context, cache)
 
     def loss(
         self, params: Tree, x_BSD: jax.Array, labels_BS: jax.Array, scale: jax.Array | float = 1.0

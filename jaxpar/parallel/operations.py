@@ -89,21 +89,23 @@ def matmul_flops(ops: Iterable[Op]) -> int:
         elif op.name == "while":
             total += _turn_flops(op.eqn.params["body_jaxpr"].jaxpr)  # type: ignore[union-attr]
         elif op.name == "dot_general":
-            (contract, _), _ = op.eqn.params["dimension_numbers"]  # type: ignore[union-attr]
-            shape = op.inputs[0].aval.shape
-            total += 2 * op.outputs[0].aval.size * math.prod(shape[d] for d in contract)
+            total += _dot_flops(op.eqn)
     return total
+
+
+def _dot_flops(eqn: Any) -> int:
+    (contract, _), _ = eqn.params["dimension_numbers"]
+    return 2 * eqn.outvars[0].aval.size * math.prod(eqn.invars[0].aval.shape[d] for d in contract)
 
 
 def _turn_flops(jaxpr: Any) -> int:
     """Of the matmuls that stand in a jaxpr, calls included."""
     total = 0
     for eqn in jaxpr.eqns:
-        if eqn.primitive.name == "dot_general":
-            (contract, _), _ = eqn.params["dimension_numbers"]
-            total += 2 * eqn.outvars[0].aval.size * math.prod(eqn.invars[0].aval.shape[d] for d in contract)
+        total += _dot_flops(eqn) if eqn.primitive.name == "dot_general" else 0
         for inner in eqn.params.values():
-            total += _turn_flops(getattr(inner, "jaxpr", inner)) if hasattr(getattr(inner, "jaxpr", inner), "eqns") else 0
+            inside = getattr(inner, "jaxpr", inner)
+            total += _turn_flops(inside) if hasattr(inside, "eqns") else 0
     return total
 
 

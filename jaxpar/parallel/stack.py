@@ -195,10 +195,9 @@ class LayerStack:
             cut.check_split()
 
         def layer(weights: Tree, dys: Any, at: Place, kept: Any) -> tuple[Any, Any]:
-            here = [c._replace(layer=pick(c.layer, at.layer)) for c in saved.context]
             results = [
                 saved.cuts[at.kind].backward_input(weights, k, c, dy, pick(daux, at.layer))
-                for k, c, dy in zip(kept, here, dys, strict=True)
+                for k, c, dy in zip(kept, saved.here(at), dys, strict=True)
             ]
             return tuple(r[0] for r in results), tuple(r[1] for r in results)
 

@@ -28,6 +28,7 @@ from jax.sharding import Mesh
 
 from jaxpar import gpu, rules
 from jaxpar.config import Config
+from jaxpar.config_checks import divisors
 from jaxpar.mesh import make_mesh
 from jaxpar.plan import buffers, formulas, kernels, memory, sent, simulate, work
 from jaxpar.plan.hardware import Hardware
@@ -89,7 +90,7 @@ def cluster(config: Config, hardware: Hardware, nodes: int | None, gpus_per_node
         if value is not None and value < 1:
             raise ValueError(f"{name}: {value} must be at least 1")
     if nodes is None and total % gpus_per_node:
-        sizes = ", ".join(str(n) for n in range(1, min(total, hardware.gpus_per_node) + 1) if total % n == 0)
+        sizes = ", ".join(str(n) for n in divisors(total) if n <= hardware.gpus_per_node)
         raise ValueError(f"--gpus-per-node: hosts of {gpus_per_node} GPUs cannot make the {total} of the mesh; use one of {sizes}")
     return nodes if nodes is not None else -(-total // gpus_per_node), gpus_per_node
 

@@ -126,8 +126,7 @@ def model_flops(config: Config, causal: bool = True) -> int:
         if spec.role in ("matrix", "head") or (model.tied and spec.role == "embedding")
     )
     length = config.data.sequence
-    windows = [model.windows[layer % len(model.windows)] for layer in range(model.layers)]
-    seen = sum(length / 2 if not window or window >= length else window - window * window / (2 * length) for window in windows)
+    seen = sum(length / 2 if not window or window >= length else window - window * window / (2 * length) for window in model.layer_windows)
     if not causal:
         seen = length * model.layers
     return round(6 * matrices * tokens + 12 * model.heads * model.head_width * seen * tokens)

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 from jaxpar.mesh import BATCH, TENSOR
 from jaxpar.models import attention
 from jaxpar.models.decoder import Decoder, cache_shape
+from jaxpar.models.pattern import REST
 from jaxpar.parallel.stack import Context
 from jaxpar.params import count, flatten, map_leaves
 from tests.models import reference
@@ -116,7 +117,8 @@ def generate_logits(model, ids_BS, lengths_B, prompt):
 
         def step(x_BSD, layer):
             weights, flags, cache = layer
-            return functions.block_cached(weights, x_BSD, Context(batch, {}, flags), cache)
+            ((block, own),) = functions.bound(REST, weights, flags)
+            return block.cached(x_BSD, Context(batch, {}, own), cache)
 
         x_BSD, cache = jax.lax.scan(step, x_BSD, (params["layers"], layer_flags(config), cache))
         return functions.logits(params, x_BSD), cache
