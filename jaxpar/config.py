@@ -103,8 +103,11 @@ class RopeConfig:
 class ModelConfig:
     """A decoder of the Llama family and its neighbours.
 
-    `head_width` 0 means width / heads. `windows` is the attention window of each layer, in keys seen, 0 for all of them;
-    it repeats over the layers ((4096, 0) alternates). `score_scale` None means 1/sqrt(head width).
+    `head_width` 0 means width / heads; `value_head_width`, of values alone, 0 the same as `head_width`. `windows` is the attention window
+    of each layer, in keys seen, 0 for all of them; it repeats over the layers ((4096, 0) alternates). `score_scale` None means
+    1/sqrt(head width). `sinks`: a learned logit for each query head that every softmax counts and that has no value (gpt-oss).
+    `prefix`: so many tokens at the start of each document are seen by all of it, by earlier tokens too, and no token predicts what it sees
+    (prefix LM: Raffel et al., "T5" (2020), section 3.2.1).
     """
 
     vocabulary: int = 32_000
@@ -113,6 +116,7 @@ class ModelConfig:
     heads: int = 8
     kv_heads: int = 4
     head_width: int = 0
+    value_head_width: int = 0
     mlp_width: int = 688
     moe: MoeConfig = field(default_factory=MoeConfig)
     rope: RopeConfig = field(default_factory=RopeConfig)
@@ -125,6 +129,8 @@ class ModelConfig:
     tied: bool = False
     activation: str = "silu"
     windows: tuple[int, ...] = (0,)
+    sinks: bool = False
+    prefix: int = 0
     score_scale: float | None = None
     score_softcap: float | None = None
     logit_softcap: float | None = None
@@ -152,6 +158,9 @@ class ModelConfig:
         require(not (self.moe.experts and self.mlp_bias), "model.mlp_bias: experts have no biases; set it false")
         require(self.head_width >= 0, f"model.head_width: {self.head_width} must be positive, or 0 for width / heads")
         require(self.head_width % 2 == 0, f"model.head_width: {self.head_width} must be even for rope")
+        require(self.value_head_width >= 0, f"model.value_head_width: {self.value_head_width} must be positive, or 0 for model.head_width")
+        object.__setattr__(self, "value_head_width", self.value_head_width or self.head_width)
+        require(0 <= self.prefix < 2**31, f"model.prefix: {self.prefix} must be in 0 (none) to 2^31 - 1 tokens")
         rotated, least = self.head_width * self.rope.fraction, 4 if self.rope.type == "dynamic" else 2
         require(
             rotated % 2 == 0 and rotated >= least,

@@ -5,7 +5,7 @@ one program from them to tokens.
     build_generator   from a run's configuration and parameters, wherever these live
 
 Dims: B rows, P tokens of the longest prompt, M tokens that the cache holds, D model width, V vocabulary, L layers, K key/value heads, H
-head width. P and M are powers of two and so are the rows of a device, so that few programs serve all calls.
+head width, W value width. P and M are powers of two and so are the rows of a device, so that few programs serve all calls.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from jaxpar.config import Config, require
 from jaxpar.decode_places import dropless, parameter_places
 from jaxpar.mesh import BATCH, SEQ, TENSOR
 from jaxpar.models import pattern
-from jaxpar.models.decoder import DecoderFunctions, cache_shape, decoder_functions
+from jaxpar.models.decoder import DecoderFunctions, cache_shapes, decoder_functions
 from jaxpar.models.options import Options
 from jaxpar.parallel import context as context_parallel
 from jaxpar.parallel import runs, sampling
@@ -64,7 +64,7 @@ class Choice(NamedTuple):
 
 class State(NamedTuple):
     """Between two tokens. `token_B`, of position `position_B`, is chosen but not yet in the cache; `alive_B` rows want another one, and
-    `going` says whether any row of any device does. `cache` is {key, value}, [L, B, M, K_tensor, H]."""
+    `going` says whether any row of any device does. `cache` is {key, value}, [L, B, M, K_tensor, H or W]."""
 
     token_B: jax.Array
     position_B: jax.Array
@@ -113,6 +113,12 @@ class Generator:
             require(len(prompt) > 0, f"prompt: number {number} is empty; give at least one token")
             wrong = next((token for token in prompt if not 0 <= token < vocabulary), None)
             require(wrong is None, f"prompt: token id {wrong} is outside the model's vocabulary, 0 to {vocabulary - 1}")
+            least = self.config.model.prefix
+            require(
+                len(prompt) >= least,
+                f"prompt: number {number} has {len(prompt)} tokens, but the model sees its first {least} (model.prefix) from both sides "
+                f"and predicts none of them; give at least {least}",
+            )
         batch, length = self._batch(prompts, tokens)
         choice = Choice(
             np.int32(EMPTY if end is None else end),
@@ -174,15 +180,15 @@ class Generator:
     def _prefill(self, params: Tree, prompts: Prompts, choice: Choice, length: int, how: str) -> State:
         """The state after the prompts, with the first token chosen."""
         rows, width = prompts.ids_BP.shape
-        model, tensor = self.config.model, self.mesh.shape[TENSOR]
-        _, _, heads, head = cache_shape(model, tensor, rows, width)
-        shape = (model.layers, rows, width, heads // tensor, head)
-        devices = self.mesh.shape[SEQ]
-        zeros = vary(jnp.zeros(shape, self.config.train.compute_dtype), (*BATCH, *([SEQ] if devices > 1 else []), TENSOR))
+        model, tensor, devices = self.config.model, self.mesh.shape[TENSOR], self.mesh.shape[SEQ]
+        over = (*BATCH, *([SEQ] if devices > 1 else []), TENSOR)
+        empty = {
+            name: vary(jnp.zeros((model.layers, rows, width, heads // tensor, head), self.config.train.compute_dtype), over)
+            for name, (_, _, heads, head) in cache_shapes(model, tensor, rows, width).items()
+        }
         tokens_P = context_parallel.row_tokens(self.config.train.context, jnp.arange(width, dtype=jnp.int32), width)
         positions_BP = jnp.broadcast_to(tokens_P, prompts.ids_BP.shape)
         segments_BP = (positions_BP < prompts.length_B[:, None]).astype(jnp.int32)
-        empty = {"key": zeros, "value": zeros}
         x_BPD, cache = self._layers(params, prompts.ids_BP, positions_BP, segments_BP, empty, self._slots(width, empty))
         last_B = prompts.length_B - 1
         x_B1D = jnp.where((positions_BP == last_B[:, None])[..., None], x_BPD, 0).sum(1, keepdims=True, dtype=x_BPD.dtype)

@@ -288,6 +288,10 @@ def _check_sequence(config: Config) -> None:
             f"data.sequence: {length} tokens do not divide over {axes} {mesh.seq * tensor}{chunks}; "
             f"lengths that work: {_multiples(length, shards)}{other}"
         )
+    if config.model.prefix >= length:
+        raise ValueError(
+            f"model.prefix: {config.model.prefix} tokens leave none to predict of rows of data.sequence {length}; use {length - 1} or less"
+        )
     reach = rope.reach
     if reach is not None and length > reach:
         warnings.warn(f"data.sequence: {length} tokens reach past the {reach} that model.rope ({rope.type}) is scaled for", stacklevel=3)

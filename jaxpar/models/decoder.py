@@ -3,7 +3,8 @@
     Decoder             nnx module that holds the declarations; `Decoder(config, padded).specs`
     decoder_functions   embed, block, loss, logits on plain nested dicts of local arrays
 
-Dims: B batch, S sequence, D model width, V vocabulary, L layers, K key/value heads, H head width, M tokens that a cache holds.
+Dims: B batch, S sequence, D model width, V vocabulary, L layers, K key/value heads, H head width, W value width,
+M tokens that a cache holds.
 """
 
 from __future__ import annotations
@@ -163,9 +164,10 @@ def decoder_functions(config: ModelConfig, boundary: Boundary, options: Options)
     return DecoderFunctions(config, boundary, options, rest, bind(Norm(config)), first[0] if first else None)
 
 
-def cache_shape(config: ModelConfig, tensor: int, rows: int, length: int) -> tuple[int, int, int, int]:
-    """Global shape [B, M, heads, H] of one layer's `key` or `value` cache, to be split over `tensor` in its third dim.
+def cache_shapes(config: ModelConfig, tensor: int, rows: int, length: int) -> dict[str, tuple[int, int, int, int]]:
+    """Global shapes of one layer's caches, `key` [B, M, heads, H] and `value` [B, M, heads, W], split over `tensor` in their third dim.
 
     With fewer key/value heads than devices each device keeps the one that its queries use, so heads are counted t/K times.
     """
-    return rows, length, max(config.kv_heads, tensor), config.head_width
+    heads = max(config.kv_heads, tensor)
+    return {"key": (rows, length, heads, config.head_width), "value": (rows, length, heads, config.value_head_width)}

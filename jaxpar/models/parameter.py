@@ -1,7 +1,7 @@
 """Declaring the parameters of nnx modules: abstract arrays that carry their record (`jaxpar.params.Parameter`), so a module needs no mesh
 and no memory.
 
-matrix, bias, table, norm, state   one parameter each
+matrix, bias, logits, table, norm, state   one parameter each
 value                       the array of a parameter, None where a module has none
 stacked                     a module whose every parameter gets a leading dim of L layers
 """
@@ -30,6 +30,11 @@ def matrix(shape: tuple[int, ...], axes: tuple[str, ...], out_dims: int, std: fl
 
 def bias(shape: tuple[int, ...], axes: tuple[str, ...]) -> nnx.Param:
     return declare(Parameter(shape=shape, axes=axes, init="zeros", role="bias"))
+
+
+def logits(shape: tuple[int, ...], axes: tuple[str, ...], std: float) -> nnx.Param:
+    """A bias that is drawn."""
+    return declare(Parameter(shape=shape, axes=axes, std=std, role="bias"))
 
 
 def state(shape: tuple[int, ...], axes: tuple[str, ...]) -> nnx.Param:

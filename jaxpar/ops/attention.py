@@ -2,6 +2,7 @@
 
     attention            o
     attention_with_lse   o and the log-sum-exp, for who merges blocks of keys
+    with_sinks           o where every softmax counts a logit more
     row_masking          the static part of a mask
 
 B batch, S sequence (of q or of k), N query heads, K key/value heads (K divides N), H head width, W value width.
@@ -12,6 +13,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxpar.ops.blockwise import attend, same_variation
@@ -82,6 +84,7 @@ def attention_with_lse(
     k_positions_BS: jax.Array,
     q_segments_BS: jax.Array | None = None,
     k_segments_BS: jax.Array | None = None,
+    k_prefix_BS: jax.Array | None = None,
     causal: bool = True,
     window: int | jax.Array = 0,
     scale: float | None = None,
@@ -91,10 +94,16 @@ def attention_with_lse(
     platform: str = "cpu",
 ) -> tuple[jax.Array, jax.Array]:
     """As `attention`, always blockwise: (o_BSNW, lse_BNS), the log-sum-exp in float32 or float64, -inf where a row sees nothing.
-    Differentiable through both."""
-    marks = Marks(q_positions_BS, k_positions_BS, q_segments_BS, k_segments_BS)
+    Differentiable through both. `k_prefix_BS`, bool: keys that earlier queries of their segment see too."""
+    marks = Marks(q_positions_BS, k_positions_BS, q_segments_BS, k_segments_BS, k_prefix_BS=k_prefix_BS)
     masking, marks = _masking(q_BSNH, marks, causal, window, scale, softcap, block, ordered, platform)
     return attend(masking, *same_variation(q_BSNH, k_BSKH, v_BSKW, marks), marks)
+
+
+def with_sinks(o_BSNW: jax.Array, lse_BNS: jax.Array, sinks_N: jax.Array) -> jax.Array:
+    """The output of a softmax that also counts a logit of each head, which has no value, from that of one that does not."""
+    share_BNS = jnp.exp(lse_BNS - jnp.logaddexp(lse_BNS, sinks_N.astype(lse_BNS.dtype)[:, None]))
+    return (o_BSNW * jnp.moveaxis(share_BNS, 1, 2)[..., None]).astype(o_BSNW.dtype)
 
 
 def _masking(

@@ -5,8 +5,9 @@
 
 As in `formulas.py`, sizes and counts are written down once more rather than asked of `jaxpar/parallel/context`.
 
-Dims: B sequences and S tokens of a microbatch on one device, N query heads, K key/value heads and H head width of one device, n devices
-along `seq` = r groups × u neighbours that trade heads. Forward of a layer, values that a device sends (backward in brackets):
+Dims: B sequences and S tokens of a microbatch on one device, N query heads, K key/value heads and H head width (values have their own) of
+one device, n devices along `seq` = r groups × u neighbours that trade heads. Forward of a layer, values that a device sends (backward in
+brackets):
 
     gather    2 (n-1) B S K H                                (the same for gradients, and the keys again unless they are kept)
     ring      2 s B S max(K, u) H, s = r - 1 steps           (twice that: keys again, and gradients)
@@ -46,7 +47,7 @@ def walk(config: Config, window: int) -> Walk:
     """How keys travel in this run's layers of that window, 0 for none."""
     context = config.train.context
     ring, _ = context.split(config.mesh.seq)
-    if not window or context.layout == "striped":
+    if not window or config.model.prefix or context.layout == "striped":  # a prefix is seen from anywhere
         return Walk(ring - 1, False)
     slots = 2 if context.layout == "zigzag" and ring > 1 else 1
     chunk = config.data.sequence // (ring * slots)
@@ -61,7 +62,7 @@ def context_traffic(config: Config) -> list[Collective]:
         return []
     ring, inner = train.context.split(mesh.seq)
     rows, tokens = train.batch // train.accumulation // (mesh.data * mesh.expert), config.data.sequence // mesh.seq
-    part = rows // train.interleave * tokens * model.head_width
+    part, widths = rows // train.interleave * tokens, (model.head_width, model.value_head_width)
     heads, kv_heads = model.heads // mesh.tensor, max(model.kv_heads // mesh.tensor, 1, inner)
     each = train.accumulation * train.interleave
 
@@ -73,21 +74,25 @@ def context_traffic(config: Config) -> list[Collective]:
     found = []
     if config.data.documents == "isolated":
         found += send("segments", "all_gather", mesh.seq, train.accumulation, rows * config.data.sequence, "int32")
+    if model.prefix:
+        found += send("prefix", "all_gather", mesh.seq, train.accumulation, rows * config.data.sequence, "bool")
     again, output_again = TRADED_AGAIN[train.remat]
-    for what, size, more in (("queries", heads, again), *[("keys", kv_heads, again)] * 2, ("output", heads, output_again)):
+    keys = [part * kv_heads * width for width in widths]  # and values
+    queries, output = (part * heads * width for width in widths)
+    for what, size, more in (("queries", queries, again), *[("keys", size, again) for size in keys], ("output", output, output_again)):
         for _ in range(2 + more):
-            found += send(f"heads of {what}", "all_to_all", inner, model.layers * each, part * size)
-    keys = part * kv_heads
+            found += send(f"heads of {what}", "all_to_all", inner, model.layers * each, size)
     for window, layers in Counter(model.layer_windows).items():
         way, times = walk(config, window), layers * each
         if train.context.method == "gather":
             gathers = 1 if train.remat == "none" else 2
-            for _ in range(2 if way.steps else 0):
-                found += [one for _ in range(gathers) for one in send("keys", "all_gather", ring, times, ring * keys)]
-                found += send("gradients of keys", "reduce_scatter", ring, times, ring * keys)
+            for size in keys if way.steps else ():
+                found += [one for _ in range(gathers) for one in send("keys", "all_gather", ring, times, ring * size)]
+                found += send("gradients of keys", "reduce_scatter", ring, times, ring * size)
             continue
         moves = _moves(way, 3 if train.remat == "block" else 2)
-        found += [one for _ in range(2 * moves) for one in send("keys and their gradients", "permute", 2, times, keys // way.halves)]
+        for size in keys:
+            found += [one for _ in range(moves) for one in send("keys and their gradients", "permute", 2, times, size // way.halves)]
     return found
 
 

@@ -229,10 +229,10 @@ def saved_bytes(config: Config) -> int | None:
     tokens, size, wide = b * s, _itemsize(train.compute_dtype), _itemsize(_scalar_dtype(config))
     between = tokens * model.width // token_shards(config)
     heads, kv_heads, hidden = model.heads // t, max(model.kv_heads // t, 1), 0 if 0 < train.mlp_chunk < s else model.mlp_width // t
-    attention = size * tokens * heads * model.head_width + wide * tokens * heads
-    outputs = size * tokens * ((heads + 2 * kv_heads) * model.head_width + 2 * hidden) + size * between
+    attention = size * tokens * heads * model.value_head_width + wide * tokens * heads
+    outputs = size * tokens * ((heads + kv_heads) * model.head_width + kv_heads * model.value_head_width + 2 * hidden) + size * between
     inputs = size * (2 * between + tokens * hidden)
     traded = train.context.split(config.mesh.seq)[1] > 1  # then attention's output is kept before and after heads are traded back
-    inputs += size * tokens * heads * model.head_width * traded
+    inputs += size * tokens * heads * model.value_head_width * traded
     kept = {"block": 0, "attention": attention, "outputs": attention + outputs, "matmuls": attention + outputs + inputs}
     return model.layers * (size * between + kept[train.remat]) if train.remat in kept else None

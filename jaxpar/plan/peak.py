@@ -42,7 +42,7 @@ def working_bytes(config: Config) -> int:
     between blocks and four inside, queries, keys, values, attention's output and their gradients, and four of the MLP's width (gate, up,
     their product, one gradient). Interleaved parts are in work at the same time, so it is the whole batch whatever their number."""
     model, t, (b, s) = config.model, config.mesh.tensor, formulas.microbatch(config)
-    heads = (2 * model.heads + 2 * max(model.kv_heads, t)) // t * model.head_width
+    heads = (model.heads + max(model.kv_heads, t)) // t * (model.head_width + model.value_head_width)
     widths = 2 * model.width // formulas.token_shards(config) + 2 * model.width + heads + 4 * model.mlp_width // t
     return jnp.dtype(config.train.compute_dtype).itemsize * b * s * widths
 

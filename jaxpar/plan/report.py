@@ -87,7 +87,7 @@ def step_flops(config: Config, facts: Facts) -> int:
     """Matmuls of a step on one device: every layer's forward and backward, and three products of the head, vocabulary padding and the
     last chunk's filling included; without the row sums of dO · O in attention, which XLA turns from products into sums."""
     model, train, (b, s) = config.model, config.train, formulas.microbatch(config)
-    sums = 2 * b * s // train.interleave * model.heads // config.mesh.tensor * model.head_width
+    sums = 2 * b * s // train.interleave * model.heads // config.mesh.tensor * model.value_head_width
     layers = model.layers * train.interleave * (facts.flops_forward + facts.flops_backward - sums)
     chunk = min(train.loss_chunk, b * s)
     (table,) = (w for w in formulas.weights(config) if w.name == ("embedding/table" if config.model.tied else "head/table"))

@@ -112,7 +112,7 @@ def peak_dtype(config: Config, hardware: Hardware) -> str:
 
 
 def model_flops(config: Config, causal: bool = True) -> int:
-    """6 x matrix elements x tokens, and 12 x layers x heads x head width x (keys a query sees) x tokens, all devices together.
+    """6 x matrix elements x tokens, and 6 x layers x heads x (head and value width) x (keys a query sees) x tokens, all devices together.
 
     Keys: half of the sequence, or of a window what it holds; all of it where `causal` is not counted. The embedding is a lookup and counts
     nothing; the head does; of experts those that a token passes.
@@ -129,4 +129,4 @@ def model_flops(config: Config, causal: bool = True) -> int:
     seen = sum(length / 2 if not window or window >= length else window - window * window / (2 * length) for window in model.layer_windows)
     if not causal:
         seen = length * model.layers
-    return round(6 * matrices * tokens + 12 * model.heads * model.head_width * seen * tokens)
+    return round(6 * matrices * tokens + 6 * model.heads * (model.head_width + model.value_head_width) * seen * tokens)

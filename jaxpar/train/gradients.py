@@ -80,6 +80,9 @@ class Gradients:
         train = self.config.train
         master, reduction = jnp.dtype(train.master_dtype), jnp.dtype(train.reduce_dtype)
         params, held = separate(self.specs, params)
+        if self.config.model.prefix:  # what a query sees is no prediction
+            seen = batch["positions"] < self.config.model.prefix - 1
+            batch = batch | {"labels": jnp.where(seen, -1, batch["labels"])}
         places = self.trained(self.places)
         weights = zero.gather(params, places, train.compute_dtype) if train.zero < 3 else params
         tokens = collectives.all_reduce((batch["labels"] >= 0).sum(dtype=jnp.int32), REPLICA)
@@ -221,6 +224,8 @@ class Gradients:
         read = {name: batch[name] for name in names}
         if "segments" in read and self.config.mesh.seq > 1:
             read["segments_row"] = collectives.all_gather(read["segments"], SEQ, dim=1)
+        if model.prefix and self.config.mesh.seq > 1:
+            read["prefix_row"] = collectives.all_gather(read["positions"] < model.prefix, SEQ, dim=1)
         drawn = model.dropout or (model.moe.experts and model.moe.jitter)
         shared = {"dropout": key} if drawn else {}
         if drawn and self.config.mesh.seq > 1:

@@ -38,12 +38,15 @@ def attention(p, x_BSD, batch, window, config):
         scores = config.score_softcap * jnp.tanh(scores / config.score_softcap)
     positions, segments = batch["positions"], batch["segments"]
     distance = positions[:, :, None] - positions[:, None, :]
-    seen = (distance >= 0) & (segments[:, :, None] == segments[:, None, :]) & (segments[:, :, None] > 0)
+    seen = (distance >= 0) | (positions < config.prefix)[:, None, :]
+    seen &= (segments[:, :, None] == segments[:, None, :]) & (segments[:, :, None] > 0)
     if window:
         seen &= distance < window
     seen = seen[:, None]
     weights = jnp.where(seen, jnp.exp(jnp.where(seen, scores, 0)), 0)
     total = weights.sum(-1, keepdims=True)
+    if config.sinks:
+        total = total + jnp.exp(p["sinks"])[:, None, None]
     weights = weights / jnp.where(total == 0, 1, total)
     y = jnp.einsum("bnqk,bknh,dnh->bqd", weights, v, p["output"])
     return y + p["output_bias"] if config.output_bias else y

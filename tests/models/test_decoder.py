@@ -11,14 +11,14 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpar.mesh import BATCH, TENSOR
 from jaxpar.models import attention
-from jaxpar.models.decoder import Decoder, cache_shape
+from jaxpar.models.decoder import Decoder, cache_shapes
 from jaxpar.models.pattern import REST
 from jaxpar.parallel.stack import Context
 from jaxpar.params import count, flatten, map_leaves
 from tests.models import reference
-from tests.models.whole import OPTIONS, Whole, assert_close, compiled, gemma, hostile, layer_flags, packed, plain, specs_of, values
+from tests.models.whole import OPTIONS, Whole, assert_close, compiled, gemma, hostile, layer_flags, packed, plain, sinks, specs_of, values
 
-CONFIGS = {"plain": plain, "hostile": hostile, "gemma": gemma}
+CONFIGS = {"plain": plain, "hostile": hostile, "gemma": gemma, "sinks": sinks}
 
 
 @lru_cache
@@ -52,6 +52,7 @@ MESHES = [
     (1, 4, False, "gemma"),
     (2, 2, True, "gemma"),
     (4, 2, True, "plain"),
+    (2, 2, True, "sinks"),
 ]
 
 
@@ -107,9 +108,8 @@ def generate_logits(model, ids_BS, lengths_B, prompt):
     config, functions = model.config, model.functions
     rows, length = ids_BS.shape
     tensor = model.mesh.shape[TENSOR]
-    shape = (config.layers, *cache_shape(config, tensor, rows, length))
     place = P(None, BATCH, None, TENSOR)
-    cache = {"key": jnp.zeros(shape), "value": jnp.zeros(shape)}
+    cache = {name: jnp.zeros((config.layers, *shape)) for name, shape in cache_shapes(config, tensor, rows, length).items()}
 
     def local(params, ids_BS, positions_BS, segments_BS, cache):
         batch = {"positions": positions_BS, "segments": segments_BS}
@@ -135,7 +135,7 @@ def generate_logits(model, ids_BS, lengths_B, prompt):
     return np.concatenate(found, axis=1)
 
 
-@pytest.mark.parametrize("name, data, tensor", [("hostile", 1, 1), ("hostile", 2, 4), ("gemma", 1, 2)])
+@pytest.mark.parametrize("name, data, tensor", [("hostile", 1, 1), ("hostile", 2, 4), ("gemma", 1, 2), ("sinks", 1, 2)])
 def test_cache_equals_the_whole_forward(name, data, tensor):
     config = CONFIGS[name]()
     model = Whole(config, data, tensor)

@@ -68,6 +68,11 @@ def gemma(**changes):
     return hostile(**{**values, **changes})
 
 
+def sinks(**changes):
+    """Attention sinks, a prefix of three tokens that all of a document see, values wider than keys."""
+    return hostile(**{**dict(sinks=True, prefix=3, value_head_width=8, windows=(0, 4)), **changes})
+
+
 def specs_of(config, tensor):
     return Decoder(config, padded_vocabulary(config.vocabulary, tensor)).specs
 

@@ -4,6 +4,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from jaxpar.config import ContextConfig
@@ -34,9 +35,21 @@ MORE = {
 }
 
 
-def of(row):
+# Attention sinks, values wider than keys, and a prefix of each document that all of it sees; with and without a window.
+SINKS = dataclasses.replace(runs.MODEL, sinks=True, value_head_width=8)
+PREFIX = dataclasses.replace(SINKS, prefix=3)
+# every method on seq × tensor × data; Ulysses inside a ring needs four devices along seq
+EVERY_AXIS = {
+    "ring zigzag": ("ring", "zigzag", {"seq": 2, "data": 2, "tensor": 2, "zero": 3}),
+    "gather striped": ("gather", "striped", {"seq": 2, "data": 2, "tensor": 2, "zero": 1}),
+    "ulysses contiguous": ("ulysses", "contiguous", {"seq": 2, "data": 2, "tensor": 2, "zero": 2, "remat": "block"}),
+    "usp zigzag": ("usp", "zigzag", {"seq": 4, "tensor": 2, "zero": 1}),
+}
+
+
+def of(row, model=runs.MODEL):
     method, layout, mesh = row
-    return runs.config(context=ContextConfig(method=method, layout=layout), **mesh)
+    return runs.config(model=model, context=ContextConfig(method=method, layout=layout), **mesh)
 
 
 def gradients(run):
@@ -50,6 +63,20 @@ def gradients(run):
 @pytest.mark.parametrize("row", [*ROWS, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE)])
 def test_equals_one_device(row):
     check(gradients(of((ROWS | MORE)[row])), runs.gradients(runs.config()), runs.MODEL.vocabulary)
+
+
+@pytest.mark.parametrize("row", EVERY_AXIS)
+def test_sinks_and_a_prefix_on_every_axis(row):
+    found = gradients(of(EVERY_AXIS[row], PREFIX))
+    check(found, runs.gradients(runs.config(model=PREFIX)), PREFIX.vocabulary)
+    assert np.abs(found[1]["layers"]["attention"]["sinks"]).min() > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", [runs.MODEL, SINKS], ids=["plain", "sinks without a prefix"])
+@pytest.mark.parametrize("row", EVERY_AXIS)
+def test_every_method_on_every_axis(row, model):
+    check(gradients(of(EVERY_AXIS[row], model)), runs.gradients(runs.config(model=model)), model.vocabulary)
 
 
 @pytest.mark.slow

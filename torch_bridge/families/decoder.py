@@ -262,9 +262,11 @@ class Family:
 def _refuse_unsaid(model: ModelConfig, name: str) -> None:
     """What no family here can say."""
     plain = ModelConfig(vocabulary=1, width=2, heads=1, kv_heads=1, mlp_width=1)
-    for key in ("norm_one_plus", "activation", "score_softcap", "logit_softcap", "embedding_scale"):
+    for key in ("norm_one_plus", "activation", "score_softcap", "logit_softcap", "embedding_scale", "sinks", "prefix"):
         if getattr(model, key) != getattr(plain, key):
             raise ValueError(f"model.{key}: {getattr(model, key)} cannot be said by {name}")
+    if model.value_head_width != model.head_width:
+        raise ValueError(f"model.value_head_width: {model.value_head_width} cannot be said by {name}, whose values are as wide as its keys")
     if model.score_scale not in (None, model.head_width**-0.5):
         raise ValueError(f"model.score_scale: {model.score_scale} cannot be said by {name}, which divides by the root of the head width")
     if model.head_width and model.width % model.heads and name == "llama":

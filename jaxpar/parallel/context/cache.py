@@ -3,7 +3,7 @@
     slot_positions   the position of the token in each slot of a device's cache
     attend_cached    attention of one new token over every device's slots
 
-B batch, M slots of a device, N query heads, K key/value heads, H head width.
+B batch, M slots of a device, N query heads, K key/value heads, H head width, W value width.
 """
 
 from __future__ import annotations
@@ -29,16 +29,25 @@ def slot_positions(context: ContextConfig, prompt: int, slots: int, axis: str = 
 
 
 def attend_cached(
-    q_BSNH: jax.Array, k_BMKH: jax.Array, v_BMKH: jax.Array, marks: dict[str, jax.Array], scores: dict[str, Any], axis: str = SEQ
+    q_BSNH: jax.Array,
+    k_BMKH: jax.Array,
+    v_BMKW: jax.Array,
+    marks: dict[str, jax.Array],
+    scores: dict[str, Any],
+    sinks_N: jax.Array | None = None,
+    axis: str = SEQ,
 ) -> jax.Array:
-    """o_BSNH of queries that every device has over the keys that each has a part of. `marks`: positions and segments of queries and keys as
-    `jaxpar.ops.attention` takes them, `scores` its options.
+    """o_BSNW of queries that every device has over the keys that each has a part of. `marks`: positions and segments of queries and keys as
+    `jaxpar.ops.attention` takes them, `scores` its options; `sinks`, equal over the axis, as in `jaxpar.parallel.context.attention`.
 
-    Sends two all-reduces of B S N values (the largest log-sum-exp, then the shares) and one of B S N H. Equal over the axis.
+    Sends two all-reduces of B S N values (the largest log-sum-exp, then the shares) and one of B S N W. Equal over the axis.
     """
-    o_BSNH, lse_BNS = attention_with_lse(q_BSNH, k_BMKH, v_BMKH, **marks, **scores, ordered=False)
+    o_BSNW, lse_BNS = attention_with_lse(q_BSNH, k_BMKH, v_BMKW, **marks, **scores, ordered=False)
     top_BNS = all_reduce_max(lse_BNS, axis)
-    share_BNS = jnp.exp(lse_BNS - jnp.where(top_BNS == -jnp.inf, 0, top_BNS))
+    top_BNS = jnp.where(top_BNS == -jnp.inf, 0, top_BNS)
+    share_BNS = jnp.exp(lse_BNS - top_BNS)
     total_BNS = all_reduce(share_BNS, axis)
-    mixed_BSNH = all_reduce(o_BSNH.astype(lse_BNS.dtype) * jnp.moveaxis(share_BNS, 1, 2)[..., None], axis)
-    return (mixed_BSNH / jnp.moveaxis(jnp.where(total_BNS > 0, total_BNS, 1), 1, 2)[..., None]).astype(q_BSNH.dtype)
+    if sinks_N is not None:
+        total_BNS += jnp.exp(sinks_N.astype(lse_BNS.dtype)[:, None] - top_BNS)
+    mixed_BSNW = all_reduce(o_BSNW.astype(lse_BNS.dtype) * jnp.moveaxis(share_BNS, 1, 2)[..., None], axis)
+    return (mixed_BSNW / jnp.moveaxis(jnp.where(total_BNS > 0, total_BNS, 1), 1, 2)[..., None]).astype(q_BSNH.dtype)
