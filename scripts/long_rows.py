@@ -55,6 +55,11 @@ def more_than_linear(short: Row, long: Row, least: int) -> list[tuple[int, ...]]
     return sorted(shape for shape in large if shape not in short.shapes and not set(halved(shape)) & short.shapes)
 
 
+def squares(row: Row, least: int) -> list[tuple[int, ...]]:
+    """Arrays with two dims of `least` or more, as the scores of two blocks of so many tokens have."""
+    return sorted(shape for shape in row.shapes if sum(size >= least for size in shape) > 1)
+
+
 def growth(rows: list[Row]) -> list[float]:
     """Bytes of temporaries that an added token adds, over those that are kept of it; from each row to the next."""
     return [(b.temporary - a.temporary) / (b.kept - a.kept) for a, b in zip(rows, rows[1:], strict=False)]

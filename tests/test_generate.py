@@ -14,16 +14,23 @@ from jaxpar.config import Config, ContextConfig, MeshShape, MoeConfig, RopeConfi
 from jaxpar.decode import Choice, Generator, build_generator
 from jaxpar.decode_places import parameter_places
 from jaxpar.mesh import make_mesh
+from jaxpar.models import attention
 from jaxpar.train.checkpoint import Checkpoints
 from jaxpar.train.tokenizer import save_tokenizer, train_tokenizer
 from tests.models import reference
-from tests.models.whole import gemma, hostile, specs_of, values
+from tests.models.whole import gemma, hostile, sinks, specs_of, values
 from tests.parallel.context_cases import uncached
 
-MODELS = {"hostile": (hostile(), 35), "gemma": (gemma(), 14)}  # with seeds of values under which greedy tokens do not repeat
+# with seeds of values under which greedy tokens do not repeat
+MODELS = {"hostile": (hostile(), 35), "gemma": (gemma(), 14), "sinks": (sinks(), 246)}
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6, 5], [7], [12, 0, 11, 2]]
+LONGER = [[3, 1, 4, 1, 5, 9, 2, 6, 5], [7, 0, 3], [12, 0, 11, 2]]  # for who sees a prefix from both sides
 TOKENS = 7
 SAMPLED = {"temperature": 1.3, "top_k": 6, "top_p": 0.95, "seed": 11}
+
+
+def prompts(name):
+    return LONGER if name == "sinks" else PROMPTS
 
 
 def run_config(model, dtype="float64", context=ContextConfig()):  # noqa: B008
@@ -47,7 +54,7 @@ def whole_forward(name):
     """The last real token's logits of one sequence, dense, without a cache; padded so that one program serves all lengths."""
     model, seed = MODELS[name]
     params = jax.tree.map(jnp.asarray, values(specs_of(model, 1), seed))
-    length = max(map(len, PROMPTS)) + TOKENS
+    length = max(map(len, prompts(name))) + TOKENS
 
     @jax.jit
     def last(ids_S, count):
@@ -63,7 +70,7 @@ def recomputed(name):
     """Greedy continuations by running the whole sequence again for each token."""
     last = whole_forward(name)
     found = []
-    for prompt in PROMPTS:
+    for prompt in prompts(name):
         ids = list(prompt)
         for _ in range(TOKENS):
             logits_V = last(ids)
@@ -75,13 +82,14 @@ def recomputed(name):
 
 
 @pytest.mark.parametrize(
-    "name, data, tensor", [("hostile", 1, 1), ("hostile", 2, 2), ("hostile", 4, 2), ("hostile", 1, 4), ("gemma", 2, 2), ("gemma", 1, 4)]
+    "name, data, tensor",
+    [("hostile", 1, 1), ("hostile", 2, 2), ("hostile", 4, 2), ("hostile", 1, 4), ("gemma", 2, 2), ("gemma", 1, 4), ("sinks", 2, 2)],
 )
 def test_greedy_equals_the_whole_forward_on_every_mesh(name, data, tensor):
     """Prompts of three lengths in one batch, so each also equals what it would be alone."""
     expected = recomputed(name)
     assert len({token for row in expected for token in row}) > 5, "tokens that repeat would hide a wrong cache"
-    assert generator_of(name, data, tensor).generate(PROMPTS, TOKENS) == expected
+    assert generator_of(name, data, tensor).generate(prompts(name), TOKENS) == expected
 
 
 @pytest.mark.parametrize(
@@ -89,6 +97,7 @@ def test_greedy_equals_the_whole_forward_on_every_mesh(name, data, tensor):
     [
         ("hostile", MeshShape(seq=4, tensor=2), ContextConfig()),
         ("hostile", MeshShape(seq=2), ContextConfig(method="usp", ulysses=4)),
+        ("sinks", MeshShape(seq=2, tensor=2), ContextConfig()),
         pytest.param("hostile", MeshShape(seq=8), ContextConfig(method="ulysses"), marks=pytest.mark.slow),
         pytest.param("hostile", MeshShape(data=2, seq=2), ContextConfig(method="ulysses"), marks=pytest.mark.slow),
         pytest.param("hostile", MeshShape(seq=8), ContextConfig(method="gather", layout="striped"), marks=pytest.mark.slow),
@@ -103,7 +112,7 @@ def test_prompts_and_cache_split_over_seq(name, mesh, context):
         run_config(model, context=context), make_mesh(mesh, jax.devices()[: mesh.devices]), values(specs_of(model, 1), seed)
     )
     with uncached():
-        assert many.generate(PROMPTS, TOKENS) == recomputed(name)
+        assert many.generate(prompts(name), TOKENS) == recomputed(name)
 
 
 def test_what_usp_trained_generates_on_one_device():
@@ -187,6 +196,17 @@ def test_bad_arguments(prompts, changes, message):
     with pytest.raises(ValueError, match=f"^{message}") as error:
         generator_of("hostile").generate(prompts, **{"tokens": TOKENS, **changes})
     assert "\n" not in str(error.value)
+
+
+def test_a_prompt_shorter_than_the_prefix():
+    message = r"^prompt: number 1 has 2 tokens, but the model sees its first 3 \(model\.prefix\) from both sides .* give at least 3$"
+    with pytest.raises(ValueError, match=message):
+        generator_of("sinks").generate([[1, 2, 3], [4, 5]], TOKENS)
+
+
+def test_sinks_that_are_left_out_would_be_noticed(monkeypatch):
+    monkeypatch.setattr(attention, "with_sinks", lambda o_BSNW, lse_BNS, sinks_N: o_BSNW)
+    assert built("sinks").generate(LONGER, TOKENS) != recomputed("sinks")
 
 
 def test_a_mesh_that_does_not_fit():

@@ -191,7 +191,7 @@ def rows_in_another_order(patch):
 
 
 def gradients_do_not_come_home(patch):
-    patch.setattr(sources.Travelling, "home", lambda self, sums, own: own)
+    patch.setattr(sources.Travelling, "home", lambda self, sums, own: tuple(map(jnp.zeros_like, own)))
 
 
 def blocks_are_not_rescaled(patch):

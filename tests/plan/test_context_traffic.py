@@ -26,10 +26,10 @@ ROWS = pairwise(
 )
 
 
-def step(mesh=(4, 1, 2), method="ring", layout="zigzag", windows=(0,), documents="isolated", layers=MODEL.layers, **train):
+def step(mesh=(4, 1, 2), method="ring", layout="zigzag", windows=(0,), documents="isolated", layers=MODEL.layers, model=MODEL, **train):
     seq, data, tensor = mesh
     return Config(
-        model=dataclasses.replace(MODEL, windows=windows, layers=layers),
+        model=dataclasses.replace(model, windows=windows, layers=layers),
         mesh=MeshShape(seq=seq, data=data, tensor=tensor),
         data=DataConfig(sequence=64, vocabulary=62, documents=documents),
         train=TrainConfig(
@@ -57,12 +57,26 @@ def test_a_step_as_written_sends_exactly_what_the_formulas_say(row):
     assert executions(traced(run)) == executions(formulas.step_traffic(run))
 
 
+MORE = dataclasses.replace(MODEL, sinks=True, prefix=9, value_head_width=6)
+
+
+@pytest.mark.parametrize(("method", "remat"), [("ring", "matmuls"), ("ulysses", "attention"), ("gather", "outputs"), ("usp", "block")])
+def test_sinks_a_prefix_and_wide_values(method, remat):
+    """Values are sent in their own width, a prefix once as booleans; with a prefix a window ends no walk, and sinks send nothing over `seq`
+    but their gradient."""
+    run = step(method=method, remat=remat, windows=(9, 0), model=MORE)
+    assert executions(traced(run)) == executions(formulas.step_traffic(run))
+    other = step(method=method, remat=remat, windows=(9, 0), model=dataclasses.replace(MORE, value_head_width=4))
+    assert executions(traced(run)) != executions(formulas.step_traffic(other))
+
+
 COMPILED = {
     "ring": step(zero=0),
     "window": step(zero=0, windows=(9,), layout="contiguous"),
     "window, zigzag, again": step(zero=0, windows=(9,), remat="block"),
     "usp": step(zero=0, method="usp"),
     "gather": step(zero=0, method="gather", layout="striped"),
+    "sinks, a prefix, wide values": step(zero=0, windows=(9,), model=MORE),
     "windows that alternate": step(zero=0, windows=(9, 0), layout="contiguous", layers=4, attention_block=4),
     "windows that alternate, zigzag": step(zero=1, windows=(9, 0), layers=4, attention_block=4),
 }

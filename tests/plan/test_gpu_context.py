@@ -3,10 +3,12 @@
 import dataclasses
 import math
 import re
+from collections import Counter
 
 import pytest
 
 from jaxpar.config import ContextConfig, DataConfig, MeshShape
+from jaxpar.parallel.context import blocks, sources
 from jaxpar.plan import compile as compiling
 from jaxpar.plan import formulas, hardware, sent, work
 from jaxpar.plan.simulate import simulate
@@ -82,35 +84,49 @@ def transfers(text):
     return behind
 
 
-def check_hidden(compiled, attention, other, exposed, gib):
-    """What the program sends is the formulas'; no transfer has nothing behind it, `attention` or more have attention, at most `other` only
-    element-wise work; at most a share `exposed` of the simulated step waits for `seq`; the peak is at most `gib`."""
+def check_hidden(compiled, behind, exposed, gib):
+    """What the program sends is the formulas'; its transfers have `behind` them what is said; at most a share `exposed` of the simulated step
+    waits for `seq`, and no time at all for a permute; the peak is at most `gib`; no array has the dims of a block's scores."""
     sent_ = check_sent(compiled)
-    behind = transfers(compiled.text)
-    assert behind.count("attention") >= attention and behind.count("nothing") == 0 and behind.count("other") <= other, behind
-    assert simulate(compiled.text, compiled.mesh, compiled.hardware).exposed("seq") <= exposed
+    assert Counter(transfers(compiled.text)) == behind
+    simulated = simulate(compiled.text, compiled.mesh, compiled.hardware)
+    assert simulated.exposed("seq") <= exposed and not [kind for _, kind, _ in simulated.unhidden if kind == "permute"]
+    row = long_rows.row(compiled.config, compiled.sizes.temp_size_in_bytes, compiled.text)
+    chunk = row.tokens // (2 * compiled.config.mesh.seq)
+    assert long_rows.squares(row, chunk) == []
+    scores = dataclasses.replace(row, shapes=row.shapes | {(4, chunk, chunk)})
+    assert long_rows.squares(scores, chunk) == [(4, chunk, chunk)], "control: the scores of two chunks"
     assert compiling.report(compiled)["fits"] and compiled.sizes.peak_memory_in_bytes <= gib * 2**30
     return sent_["seq", "permute"]
 
 
 def test_131k_tokens_hide_the_ring():
-    """seq 8 x tensor 8: transfers run behind attention, at the backward's ends behind the layer's matmuls; at most 2% waits."""
-    assert check_hidden(gpu.compiled(LONG), attention=5, other=1, exposed=0.02, gib=17) < 45.2e9
+    """seq 8 x tensor 8: every transfer runs behind attention; at most 2% waits, all of it for ZeRO's."""
+    assert check_hidden(gpu.compiled(LONG), {"attention": 7}, exposed=0.018, gib=17) < 45.2e9
 
 
 def test_a_million_tokens_hide_the_ring():
-    """seq 64."""
-    assert check_hidden(gpu.compiled(LONGEST), attention=30, other=0, exposed=0.005, gib=17.1) < 406e9
+    """seq 64: all but one; that of dk on its way home shares its link with dv's, which has attention."""
+    assert check_hidden(gpu.compiled(LONGEST), {"attention": 43, "other": 1}, exposed=0.001, gib=16.5) < 406e9
+
+
+def test_transfers_without_order_are_noticed(monkeypatch):
+    """Negative control: keys, values and sums that do not wait for one another."""
+    monkeypatch.setattr(sources, "barrier", lambda parts: parts)
+    monkeypatch.setattr(blocks, "barrier", lambda parts: parts)
+    behind = Counter(transfers(gpu.compiled.__wrapped__(LONG).text))
+    assert behind.total() > 7 and behind["attention"] < behind.total()
 
 
 def test_memory_grows_with_the_row():
-    """32k to 1M tokens on 64 devices: a token adds one to two times what is kept of it, whatever the length; between 524k and 1M no
-    array grows by more than a factor of two."""
+    """32k to 1M tokens on 64 devices: from each length to the next a token adds as often what is kept of it as docs/context.md says, 1.37 times
+    over the whole range; between 524k and 1M no array grows by more than a factor of two."""
     rows = []
     for tokens in reversed(long_rows.TOKENS):  # the longest was compiled for the test above
         compiled = gpu.compiled(LONGEST, *([f"data.sequence={tokens}"] if tokens < long_rows.TOKENS[-1] else []))
         rows.insert(0, long_rows.row(compiled.config, compiled.sizes.temp_size_in_bytes, compiled.text))
-    assert all(1 <= ratio <= 2 for ratio in long_rows.growth(rows)), long_rows.growth(rows)
+    assert long_rows.growth(rows) == pytest.approx([1.33, 1.33, 1.94, 1.09], abs=0.1)
+    assert long_rows.growth([rows[0], rows[-1]]) == pytest.approx([1.37], abs=0.05)
     *_, half, whole = rows
     assert long_rows.more_than_linear(half, whole, 2**18) == []
     model, tokens = compiled.config.model, whole.tokens // 64

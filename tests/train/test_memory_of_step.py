@@ -1,5 +1,6 @@
 """Memory and matmuls of compiled training steps against the formulas: by ZeRO level and by remat policy."""
 
+import dataclasses
 import math
 from collections import Counter
 
@@ -81,6 +82,15 @@ def test_what_the_forward_keeps(policy, mesh):
     dims = {tuple(sorted(weight.shape)) for weight in formulas.weights(run)}
     assert not [shape for shape, _ in facts.saved if math.prod(shape) in sizes or tuple(sorted(shape)) in dims]
     assert facts.flops_backward_input + facts.flops_backward_weight == facts.flops_backward
+
+
+@pytest.mark.parametrize("policy", ["matmuls", "outputs", "attention", "block"])
+def test_sinks_a_prefix_and_wide_values_keep_no_more(policy):
+    """Than values of that width: no probability of a sink, no mask."""
+    model = dataclasses.replace(DEEP, sinks=True, prefix=5, value_head_width=24)
+    run = config(2, 2, model=model, sequence=24, batch=20, zero=3, remat=policy, compute_dtype="bfloat16")
+    assert kept(run) == formulas.saved_bytes(run)
+    assert (kept(run) == formulas.saved_bytes(dataclasses.replace(run, model=DEEP))) == (policy == "block")
 
 
 @pytest.mark.parametrize("policy", ["matmuls", "outputs", "block"])

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxpar.parallel.collectives import axis_index
+from jaxpar.parallel.collectives import axis_index, barrier
 from jaxpar.parallel.context.kernels import Kernels, Row, Settings
 from jaxpar.parallel.context.schedule import Call, Slot, Span
 from jaxpar.parallel.context.sources import Gathered, Parts, Travelling
@@ -180,11 +180,10 @@ def _attend_backward(settings: Settings, residuals: tuple, do: jax.Array) -> tup
             parts.append(one[1:])
         return dq, tuple(_apart(part, k_slots, schedule.slots) for part in zip(*parts, strict=True))
 
-    firsts = []
-    for call in schedule.first():
-        dq, shares = meet(dq, own, call, 0, checked=False)
-        firsts.append(shares)
-    home = tuple(sum(shares).astype(x.dtype) for x, *shares in zip(own, *firsts, strict=True))
+    early, *late = schedule.first()
+    dq, shares = meet(dq, own, early, 0, checked=False)
+    if schedule.steps:  # what is sent next waits for these, so that they run behind the first transfer, not all behind the second
+        following, dq, shares = barrier((following, dq, shares))
 
     def body(carry: tuple, keys: Parts, span: Span, step: Any) -> tuple:
         dq, sums = carry
@@ -195,7 +194,16 @@ def _attend_backward(settings: Settings, residuals: tuple, do: jax.Array) -> tup
         return dq, sums
 
     dq, sums = walk.steps(following, (dq, None), body, apart=True)
-    dk, dv = map(walk.whole, walk.source.home(sums, home))
+    if late:  # these are kept for when sums are on their way home
+        sums, own = barrier((sums, own))
+    arrived = walk.source.home(sums, own) if schedule.steps else ()
+    for call in late:
+        dq, more = meet(dq, own, call, 0, checked=False)
+        shares = tuple(a + b for a, b in zip(shares, more, strict=True))
+    dq, shares, arrived = barrier((dq, shares, arrived))
+    if schedule.steps:
+        shares = tuple(a + b for a, b in zip(shares, arrived, strict=True))
+    dk, dv = (walk.whole(a.astype(x.dtype)) for a, x in zip(shares, own, strict=True))
     dsinks = None
     if sinks_N is not None:
         slope_BNS = jnp.einsum("bsnw,bsnw->bns", do.astype(lse.dtype), o.astype(lse.dtype))

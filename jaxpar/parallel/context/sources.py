@@ -6,7 +6,8 @@
     open(parts) -> state      here(state, step) -> parts      on(state) -> state
     sums(shares, keys) -> sums                                collect(sums, shares, step) -> sums
     home(sums, own) -> parts
-Shares come in float32 or wider.
+Shares come in float32 or wider. Parts that are sent together wait for each other (`barrier`): XLA would else join the keys of one step and
+the values of the one before it in one transfer, and hide both behind the little that lies between them.
 B batch, C tokens of a chunk.
 """
 
@@ -18,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxpar.parallel.collectives import all_gather, permute, reduce_scatter
+from jaxpar.parallel.collectives import all_gather, barrier, permute, reduce_scatter
 from jaxpar.parallel.context.schedule import Schedule
 
 Parts = tuple[jax.Array, ...]
@@ -29,8 +30,8 @@ Pairs = list[tuple[int, int]]
 class Travelling:
     """A ring over groups of `inner` neighbours each: device g · inner + i only ever sends to devices h · inner + i.
 
-    `again` writes permutations of keys differently from the forward's, to the same effect: the backward of an engine that computes equal
-    operations once would else keep what the forward received.
+    `again` writes permutations of keys in another order than the forward's, to the same effect: the backward of an engine that computes
+    equal operations once would else keep what the forward received. A single pair has no other order and gets one more, which nobody reads.
     """
 
     schedule: Schedule
@@ -55,14 +56,15 @@ class Travelling:
 
     def on(self, state: Parts) -> Parts:
         """Keys and values one step further; where the walk ends, the last group sends nothing."""
-        return tuple(self._further(x, round_again=not self.schedule.ends) for x in state)
+        return tuple(self._further(x, round_again=not self.schedule.ends) for x in barrier(state))
 
     def _further(self, x: jax.Array, round_again: bool) -> jax.Array:
-        ring = self.schedule.layout.ring
+        ring, inner = self.schedule.layout.ring, self.schedule.layout.inner
         up = [(a, a + 1) for a in range(ring - 1)]
+        single = self.again and len(up) * inner == 1
         if not self.schedule.folded:
-            return self._send(x, up + [(ring - 1, 0)] if round_again or self.again else up)
-        up += [(ring - 1, 0)] if self.again else []  # not looked at
+            return self._send(x, up + [(ring - 1, 0)] if round_again or single else up)
+        up += [(ring - 1, 0)] if single else []
         early, late = self._send(x[0], up), self._send(x[1], [(b, a) for a, b in up])
         late = jnp.where(self.group == ring - 1, x[0], late)  # the turn: the last group's early chunk is followed by its late one
         early = jnp.where(self.group == 0, x[1], early) if round_again else early
@@ -74,17 +76,15 @@ class Travelling:
 
     def before(self, sums: Parts) -> Parts:
         """What has been collected so far for the keys of the next step."""
-        return tuple(self._further(x, round_again=True) for x in sums)
+        return tuple(self._further(x, round_again=True) for x in barrier(sums))
 
     def collect(self, sums: Parts, shares: Parts, step: jax.Array | int) -> Parts:
         """Added up in the dtype of the shares and rounded to that of the sums, once a step."""
         return tuple(_plus(a, b) for a, b in zip(sums, shares, strict=True))
 
-    def home(self, sums: Parts | None, own: Parts) -> Parts:
-        """Gradients of this device's own keys: what the others collected comes back in one jump."""
-        if sums is None:
-            return own
-        return tuple(_plus(a, self._back(x)) for a, x in zip(own, sums, strict=True))
+    def home(self, sums: Parts, own: Parts) -> Parts:
+        """What the others collected for this device's own keys comes back in one jump."""
+        return tuple(map(self._back, barrier(sums)))
 
     def _back(self, x: jax.Array) -> jax.Array:
         ring, steps = self.schedule.layout.ring, self.schedule.steps
@@ -136,10 +136,8 @@ class Gathered:
             sums = tuple(a.at[place].add(b[slot].astype(a.dtype)) for a, b in zip(sums, shares, strict=True))
         return sums
 
-    def home(self, sums: Parts | None, own: Parts) -> Parts:
-        if sums is None:
-            return own
-        return tuple(_plus(a, reduce_scatter(x.astype(a.dtype), self.axis, dim=0)) for a, x in zip(own, sums, strict=True))
+    def home(self, sums: Parts, own: Parts) -> Parts:
+        return tuple(reduce_scatter(x.astype(key.dtype), self.axis, dim=0) for key, x in zip(own, sums, strict=True))
 
 
 def _plus(a: jax.Array, b: jax.Array) -> jax.Array:
