@@ -4,27 +4,23 @@
 
 A block of rows goes through all three matmuls while it is there; the backward computes its gate and up again, then both of its gradients.
 That is 11 matmuls where keeping gate and up takes 9 and computing them again in matmuls of their own takes 11. Work list and cost as in
-`grouped_matmul`, but that visits without rows are not made: a buffer with room to spare costs memory and no time. The loops are whiles and
-no scans: their count is known at run time, and the layer stack leaves them whole: cut into input and weight gradients they would hand over
-R rows by F after all.
+`grouped_matmul`: a buffer with room to spare costs memory and no time. The layer stack leaves the backward's loop whole: cut into input and
+weight gradients it would hand over R rows by F after all.
 
 Dims: R rows, D model width, F MLP width, G groups, V visits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
-from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxpar.ops.grouped_matmul import Visits, default_block, own_rows, same_variation, visits
+from jaxpar.ops.grouped_matmul import Visits, default_block, over, own_rows, same_variation, visits
 from jaxpar.ops.mlp import gated
 
-Carry = TypeVar("Carry")
 Three = tuple[jax.Array, jax.Array, jax.Array]
 
 
@@ -48,19 +44,6 @@ def grouped_mlp(
     list_ = visits(sizes_G, rows, block)
     x_RD, weight_R, gate_GFD, up_GFD, down_GDF = same_variation(list_, x_RD, weight_R, gate_GFD, up_GFD, down_GDF)
     return _grouped(block, activation, x_RD, weight_R, (gate_GFD, up_GFD, down_GDF), list_)
-
-
-def _over(list_: Visits, body: Callable[[Carry, Visits], Carry], start: Carry) -> Carry:
-    """`body` for every visit that has rows, one after another. Those come first; there are at most `count`, which is how a reader of the
-    compiled program bounds the loop. Rows that a buffer has to spare cost nothing."""
-    count = list_.group.shape[0]
-    needed = (list_.first < list_.last).sum(dtype=jnp.int32)
-
-    def step(state: tuple[jax.Array, Carry]) -> tuple[jax.Array, Carry]:
-        number, carry = state
-        return number + 1, body(carry, Visits(*(lax.dynamic_index_in_dim(a, number, keepdims=False) for a in list_)))
-
-    return lax.while_loop(lambda state: (state[0] < count) & (state[0] < needed), step, (jnp.int32(0), start))[1]
 
 
 def _times(x: jax.Array, weight: jax.Array, dim: int) -> jax.Array:
@@ -94,7 +77,7 @@ def _grouped(block: int, activation: str, x_RD: jax.Array, weight_R: jax.Array, 
         hidden = gated(_times(x, gate, 1), _times(x, up, 1), activation)
         return _put(block, y, _times(_weighted(hidden, weight), down, 1), here)
 
-    return _over(list_, visit, jnp.zeros_like(x_RD))
+    return over(list_, visit, jnp.zeros_like(x_RD))
 
 
 def _forward(block: int, activation: str, x_RD: jax.Array, weight_R: jax.Array, experts: Three, list_: Visits) -> tuple[jax.Array, tuple]:
@@ -125,7 +108,7 @@ def _backward(block: int, activation: str, residuals: tuple, dy_RD: jax.Array) -
 
     zeros = [jnp.zeros_like(each, dtype=dtype) for each in experts]
     start = (jnp.zeros_like(x_RD), jnp.zeros_like(weight_R), (zeros[0], zeros[1], zeros[2]))
-    dx, dweight, totals = _over(list_, visit, start)
+    dx, dweight, totals = over(list_, visit, start)
     return dx, dweight, tuple(total.astype(each.dtype) for total, each in zip(totals, experts, strict=True)), None
 
 
