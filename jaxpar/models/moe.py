@@ -5,6 +5,7 @@ Dims: B batch, S sequence, D model width, F width of an expert, E experts, T tok
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import jax
@@ -19,7 +20,7 @@ from jaxpar.models.options import Options
 from jaxpar.models.parameter import bias, matrix, state, value
 from jaxpar.ops import router
 from jaxpar.ops.grouped_matmul import default_block, grouped_matmul
-from jaxpar.ops.grouped_mlp import grouped_mlp
+from jaxpar.ops.grouped_mlp import Three, in_sequence
 from jaxpar.ops.mlp import gated
 from jaxpar.ops.router import Router
 from jaxpar.parallel import collectives, expert
@@ -101,9 +102,9 @@ class MoE(nnx.Module):
         logits_BSE = self.logits(self.jittered(x_BSD, context))
         weights_TK, chosen_TK = self.routed(logits_BSE, valid_BS)
         weights_BSK, chosen_BSK = (each.reshape(batch, length, -1) for each in (weights_TK, chosen_TK))
-        y_BSD, lost = (self.by_columns if self.columns else self.dispatched)(x_BSD, weights_BSK, chosen_BSK)
-        if self.shared is not None:
-            y_BSD = y_BSD + self.shared(x_BSD)
+        y_BSD, lost, shared_BSD = (self.by_columns if self.columns else self.dispatched)(x_BSD, weights_BSK, chosen_BSK, x_BSD)
+        if shared_BSD is not None:
+            y_BSD = y_BSD + shared_BSD
         aux = self.aux(logits_BSE, chosen_TK.reshape(batch, length, -1), valid_BS)
         return y_BSD, {**aux, "overflow": lost.overflow, "dropped": lost.dropped}
 
@@ -130,19 +131,25 @@ class MoE(nnx.Module):
         key = jax.random.fold_in(jax.random.fold_in(context.shared["dropout"], context.layer["index"]), ROUTER)
         return router.jitter(x_BSD, self.moe.jitter, key, context.batch["rows"], row_tokens(self.boundary, x_BSD.shape[1], context))
 
-    def dispatched(self, x_BSD: jax.Array, weights_BSK: jax.Array, chosen_BSK: jax.Array) -> tuple[jax.Array, expert.Lost]:
-        """Routed tokens through this device's part of the experts, and what was not computed."""
+    def dispatched(
+        self, x_BSD: jax.Array, weights_BSK: jax.Array, chosen_BSK: jax.Array, beside_BSD: jax.Array
+    ) -> tuple[jax.Array, expert.Lost, jax.Array | None]:
+        """Routed tokens through this device's part of the experts, what was not computed, and what the shared expert makes meanwhile of
+        `beside`."""
         x_TD, weights_TK, chosen_TK = (each.reshape(-1, each.shape[-1]) for each in (x_BSD, weights_BSK, chosen_BSK))
-        y_TD, lost = expert.through(x_TD, weights_TK, chosen_TK, self.experts, self.dispatch)
-        return y_TD.reshape(x_BSD.shape), lost
+        shared = None if self.shared is None else (self.shared, beside_BSD)
+        y_TD, lost, shared_BSD = expert.through(x_TD, weights_TK, chosen_TK, self.experts(), self.dispatch, shared)
+        return y_TD.reshape(x_BSD.shape), lost, shared_BSD
 
-    def by_columns(self, x_BSD: jax.Array, weights_BSK: jax.Array, chosen_BSK: jax.Array) -> tuple[jax.Array, expert.Lost]:
+    def by_columns(
+        self, x_BSD: jax.Array, weights_BSK: jax.Array, chosen_BSK: jax.Array, beside_BSD: jax.Array
+    ) -> tuple[jax.Array, expert.Lost, jax.Array | None]:
         """The same where each expert's columns are split over `tensor`: all tokens enter, with their weights and choices, results are
         partial sums and leave. Every device of a tensor group dispatches all of their tokens; one of them counts what was lost."""
         enter = self.boundary.enter
-        y_BSD, lost = self.dispatched(enter(x_BSD), enter(weights_BSK), enter(chosen_BSK))
+        y_BSD, lost, shared_BSD = self.dispatched(enter(x_BSD), enter(weights_BSK), enter(chosen_BSK), beside_BSD)
         first = collectives.axis_index(TENSOR) == 0
-        return self.boundary.leave(y_BSD), jax.tree.map(lambda count: jnp.where(first, count, 0), lost)
+        return self.boundary.leave(y_BSD), jax.tree.map(lambda count: jnp.where(first, count, 0), lost), shared_BSD
 
     def logits(self, x_BSD: jax.Array) -> jax.Array:
         """[B, S, E] in float32, float64 where x is; the router's weights were rounded to the compute dtype like all others."""
@@ -150,12 +157,23 @@ class MoE(nnx.Module):
         logits_BSE = jnp.einsum("bsd,ed->bse", x_BSD.astype(dtype), self.router[...].astype(dtype))
         return logits_BSE if self.router_bias is None else logits_BSE + self.router_bias[...].astype(dtype)
 
-    def experts(self, rows_RD: jax.Array, weights_R: jax.Array, sizes_G: jax.Array) -> jax.Array:
-        """This device's experts on rows sorted by expert, results times the rows' weights."""
-        gate_GFD, up_GFD, down_GDF = (each[...] for each in (self.gate, self.up, self.down))
-        block = default_block(rows_RD.shape[0], sizes_G.size, BLOCK[self.dispatch.platform])
-        if self.fused:
-            return grouped_mlp(rows_RD, weights_R, gate_GFD, up_GFD, down_GDF, sizes_G, self.activation, block)
+    def experts(self) -> expert.Experts:
+        """This device's experts on rows sorted by expert, results times the rows' weights, chunk after chunk."""
+        held: Three = self.gate[...], self.up[...], self.down[...]
+
+        def fused(rows_RD: jax.Array, weights_R: jax.Array, sizes_G: jax.Array) -> jax.Array:
+            nonlocal held
+            y_RD, held = in_sequence(rows_RD, weights_R, held, sizes_G, self.activation, self.block(rows_RD, sizes_G))
+            return y_RD
+
+        return fused if self.fused else partial(self.apart, held)
+
+    def block(self, rows_RD: jax.Array, sizes_G: jax.Array) -> int:
+        return default_block(rows_RD.shape[0], sizes_G.size, BLOCK[self.dispatch.platform])
+
+    def apart(self, held: Three, rows_RD: jax.Array, weights_R: jax.Array, sizes_G: jax.Array) -> jax.Array:
+        """The three matmuls one after another, for policies that keep what lies between, and with biases."""
+        (gate_GFD, up_GFD, down_GDF), block = held, self.block(rows_RD, sizes_G)
         gate_RF = checkpoint_name(grouped_matmul(rows_RD, gate_GFD, sizes_G, block), "mlp_gate")
         up_RF = checkpoint_name(grouped_matmul(rows_RD, up_GFD, sizes_G, block), "mlp_up")
         if self.moe.biases:

@@ -2,24 +2,29 @@
 
     grouped_matmul   x[R, I], weight[G, O, I], sizes[G] -> y[R, O]
     visits, own_rows the work list: which block of rows meets which group
+    over             a loop over the visits that have rows
     default_block    rows of a block
 
 Rows 0 to sizes[0] - 1 are group 0's, the next group 1's, and so on; rows behind the last group give zeros and get zeros. `lax.ragged_dot`
 multiplies every row with every weight on CPU and GPU; here a loop over blocks of rows multiplies each with the weight of its group. A block
 in which g groups meet is visited g times, with the other groups' rows masked, so the groups need not be aligned and rows need no padding:
-R rows cost at most R + (G - 1) block rows. Gale et al., MegaBlocks (2022), has the block view; the visits are those of Pallas' "megablox".
+sizes that sum to N cost at most N + (G + 1) block rows, however many rows behind the last group a buffer has to spare. Gale et al.,
+MegaBlocks (2022), has the block view; the visits are those of Pallas' "megablox".
 
 Dims: R rows, I inputs, O outputs, G groups, V visits.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+
+Carry = TypeVar("Carry")
 
 
 class Visits(NamedTuple):
@@ -64,7 +69,7 @@ def grouped_matmul(x_RI: jax.Array, weight_GOI: jax.Array, sizes_G: jax.Array, b
     """y[r] = weight[group of r] x[r], in x's dtype: x[R, I], weight[G, O, I], sizes[G] -> y[R, O]. `block` 0 chooses.
 
     Local, no bytes moved. Gradients of x and weight have their dtypes; sums over rows are in float32, or float64 if x is. FLOPs of each of
-    the three: 2 I O (R + at most (G - 1) block).
+    the three: 2 I O rows, those of the groups and at most (G + 1) block more; as much memory traffic for zeros as y has.
     """
     rows, groups = x_RI.shape[0], weight_GOI.shape[0]
     assert x_RI.shape[1] == weight_GOI.shape[2] and sizes_G.shape == (groups,), (x_RI.shape, weight_GOI.shape, sizes_G.shape)
@@ -100,6 +105,19 @@ def _backward(block: int, residuals: tuple, dy_RO: jax.Array) -> tuple:
 _grouped.defvjp(_forward, _backward)
 
 
+def over(list_: Visits, body: Callable[[Carry, Visits], Carry], start: Carry) -> Carry:
+    """`body` for every visit that has rows, one after another. Those come first; there are at most `count`, which is how a reader of the
+    compiled program bounds the loop. Rows that a buffer has to spare cost nothing. No scan: the count is known at run time."""
+    count = list_.group.shape[0]
+    needed = (list_.first < list_.last).sum(dtype=jnp.int32)
+
+    def step(state: tuple[jax.Array, Carry]) -> tuple[jax.Array, Carry]:
+        number, carry = state
+        return number + 1, body(carry, Visits(*(lax.dynamic_index_in_dim(a, number, keepdims=False) for a in list_)))
+
+    return lax.while_loop(lambda state: (state[0] < count) & (state[0] < needed), step, (jnp.int32(0), start))[1]
+
+
 def own_rows(block: int, visit: Visits) -> jax.Array:
     """Which rows of a visit's slice are its group's: bool [block, 1]."""
     row = visit.start + jnp.arange(block, dtype=jnp.int32)[:, None]
@@ -109,27 +127,27 @@ def own_rows(block: int, visit: Visits) -> jax.Array:
 def _rows(block: int, x_RI: jax.Array, weight_GOI: jax.Array, list_: Visits, out: int) -> jax.Array:
     """Every row times its group's weight, whose dim `out` is not summed: [R, weight.shape[out]]."""
 
-    def visit(y: jax.Array, here: Visits) -> tuple[jax.Array, None]:
+    def visit(y: jax.Array, here: Visits) -> jax.Array:
         x = lax.dynamic_slice_in_dim(x_RI, here.start, block)
         weight = lax.dynamic_index_in_dim(weight_GOI, here.group, keepdims=False)
         new = lax.dot_general(x, weight, (((1,), (2 - out,)), ((), ())))
         old = lax.dynamic_slice_in_dim(y, here.start, block)
-        return lax.dynamic_update_slice_in_dim(y, jnp.where(own_rows(block, here), new, old), here.start, axis=0), None
+        return lax.dynamic_update_slice_in_dim(y, jnp.where(own_rows(block, here), new, old), here.start, axis=0)
 
     start = jnp.zeros_like(x_RI, shape=(x_RI.shape[0], weight_GOI.shape[out]))
-    return lax.scan(visit, start, list_)[0]
+    return over(list_, visit, start)
 
 
 def _weights(block: int, x_RI: jax.Array, dy_RO: jax.Array, list_: Visits, groups: int) -> jax.Array:
     """Sum over each group's rows of dy[r] x[r]: [G, O, I] in float32, or float64 if x is."""
     dtype = jnp.promote_types(x_RI.dtype, jnp.float32)
 
-    def visit(total: jax.Array, here: Visits) -> tuple[jax.Array, None]:
+    def visit(total: jax.Array, here: Visits) -> jax.Array:
         x, dy = (lax.dynamic_slice_in_dim(a, here.start, block) for a in (x_RI, dy_RO))
         dy = jnp.where(own_rows(block, here), dy, 0)
         part = lax.dot_general(dy, x, (((0,), (0,)), ((), ())), preferred_element_type=dtype)
         old = lax.dynamic_index_in_dim(total, here.group, keepdims=False)
-        return lax.dynamic_update_index_in_dim(total, old + part, here.group, 0), None
+        return lax.dynamic_update_index_in_dim(total, old + part, here.group, 0)
 
     start = jnp.zeros_like(x_RI, shape=(groups, dy_RO.shape[1], x_RI.shape[1]), dtype=dtype)
-    return lax.scan(visit, start, list_)[0]
+    return over(list_, visit, start)

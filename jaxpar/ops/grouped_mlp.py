@@ -1,30 +1,27 @@
 """The gated MLP of experts on rows that lie in groups, without an array of R rows by F: for where gate and up are computed again anyway.
 
-    grouped_mlp   x[R, D], weight[R], gate, up [G, F, D], down[G, D, F], sizes[G] -> y[R, D]
+    grouped_mlp    x[R, D], weight[R], gate, up [G, F, D], down[G, D, F], sizes[G] -> y[R, D]
+    in_sequence    the same and the experts once more, for the next rows
 
 A block of rows goes through all three matmuls while it is there; the backward computes its gate and up again, then both of its gradients.
 That is 11 matmuls where keeping gate and up takes 9 and computing them again in matmuls of their own takes 11. Work list and cost as in
-`grouped_matmul`, but that visits without rows are not made: a buffer with room to spare costs memory and no time. The loops are whiles and
-no scans: their count is known at run time, and the layer stack leaves them whole: cut into input and weight gradients they would hand over
-R rows by F after all.
+`grouped_matmul`: a buffer with room to spare costs memory and no time. The layer stack leaves the backward's loop whole: cut into input and
+weight gradients it would hand over R rows by F after all.
 
 Dims: R rows, D model width, F MLP width, G groups, V visits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
-from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxpar.ops.grouped_matmul import Visits, default_block, own_rows, same_variation, visits
+from jaxpar.ops.grouped_matmul import Visits, default_block, over, own_rows, same_variation, visits
 from jaxpar.ops.mlp import gated
 
-Carry = TypeVar("Carry")
 Three = tuple[jax.Array, jax.Array, jax.Array]
 
 
@@ -42,25 +39,20 @@ def grouped_mlp(
 
     Local, no bytes moved. Gradients have their arrays' dtypes; sums over rows are in float32, or float64 if x is.
     """
-    rows, groups = x_RD.shape[0], gate_GFD.shape[0]
+    return in_sequence(x_RD, weight_R, (gate_GFD, up_GFD, down_GDF), sizes_G, activation, block)[0]
+
+
+def in_sequence(
+    x_RD: jax.Array, weight_R: jax.Array, experts: Three, sizes_G: jax.Array, activation: str, block: int = 0
+) -> tuple[jax.Array, Three]:
+    """`grouped_mlp`'s y and the experts (gate, up, down) as they were, for rows that come after these. The backward then adds these rows'
+    gradients of the experts to those rows' as it goes: one buffer for any number of chunks, which are served in reverse."""
+    rows, groups = x_RD.shape[0], experts[0].shape[0]
     assert rows and sizes_G.shape == (groups,), (x_RD.shape, sizes_G.shape)
     block = min(block or default_block(rows, groups), rows)
     list_ = visits(sizes_G, rows, block)
-    x_RD, weight_R, gate_GFD, up_GFD, down_GDF = same_variation(list_, x_RD, weight_R, gate_GFD, up_GFD, down_GDF)
-    return _grouped(block, activation, x_RD, weight_R, (gate_GFD, up_GFD, down_GDF), list_)
-
-
-def _over(list_: Visits, body: Callable[[Carry, Visits], Carry], start: Carry) -> Carry:
-    """`body` for every visit that has rows, one after another. Those come first; there are at most `count`, which is how a reader of the
-    compiled program bounds the loop. Rows that a buffer has to spare cost nothing."""
-    count = list_.group.shape[0]
-    needed = (list_.first < list_.last).sum(dtype=jnp.int32)
-
-    def step(state: tuple[jax.Array, Carry]) -> tuple[jax.Array, Carry]:
-        number, carry = state
-        return number + 1, body(carry, Visits(*(lax.dynamic_index_in_dim(a, number, keepdims=False) for a in list_)))
-
-    return lax.while_loop(lambda state: (state[0] < count) & (state[0] < needed), step, (jnp.int32(0), start))[1]
+    x_RD, weight_R, *wide = same_variation(list_, x_RD, weight_R, *experts)
+    return _grouped(block, activation, x_RD, weight_R, (wide[0], wide[1], wide[2]), list_)
 
 
 def _times(x: jax.Array, weight: jax.Array, dim: int) -> jax.Array:
@@ -88,21 +80,21 @@ def _weighted(hidden: jax.Array, weight: jax.Array) -> jax.Array:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _grouped(block: int, activation: str, x_RD: jax.Array, weight_R: jax.Array, experts: Three, list_: Visits) -> jax.Array:
+def _grouped(block: int, activation: str, x_RD: jax.Array, weight_R: jax.Array, experts: Three, list_: Visits) -> tuple[jax.Array, Three]:
     def visit(y: jax.Array, here: Visits) -> jax.Array:
         (x, weight), (gate, up, down) = _slices(block, (x_RD, weight_R), here), _pick(experts, here)
         hidden = gated(_times(x, gate, 1), _times(x, up, 1), activation)
         return _put(block, y, _times(_weighted(hidden, weight), down, 1), here)
 
-    return _over(list_, visit, jnp.zeros_like(x_RD))
+    return over(list_, visit, jnp.zeros_like(x_RD)), experts
 
 
 def _forward(block: int, activation: str, x_RD: jax.Array, weight_R: jax.Array, experts: Three, list_: Visits) -> tuple[jax.Array, tuple]:
     return _grouped(block, activation, x_RD, weight_R, experts, list_), (x_RD, weight_R, experts, list_)
 
 
-def _backward(block: int, activation: str, residuals: tuple, dy_RD: jax.Array) -> tuple:
-    x_RD, weight_R, experts, list_ = residuals
+def _backward(block: int, activation: str, residuals: tuple, gradients: tuple[jax.Array, Three]) -> tuple:
+    (x_RD, weight_R, experts, list_), (dy_RD, later) = residuals, gradients
     dtype = jnp.promote_types(x_RD.dtype, jnp.float32)
 
     def add(total: jax.Array, left: jax.Array, right: jax.Array, here: Visits) -> jax.Array:
@@ -123,9 +115,9 @@ def _backward(block: int, activation: str, residuals: tuple, dy_RD: jax.Array) -
         dx = _put(block, dx, _times(dgate, gate, 0) + _times(dup, up, 0), here)
         return dx, _put(block, dweight[:, None], new[:, None], here)[:, 0], totals
 
-    zeros = [jnp.zeros_like(each, dtype=dtype) for each in experts]
-    start = (jnp.zeros_like(x_RD), jnp.zeros_like(weight_R), (zeros[0], zeros[1], zeros[2]))
-    dx, dweight, totals = _over(list_, visit, start)
+    dgates, dups, ddowns = (total.astype(dtype) for total in later)
+    start = (jnp.zeros_like(x_RD), jnp.zeros_like(weight_R), (dgates, dups, ddowns))
+    dx, dweight, totals = over(list_, visit, start)
     return dx, dweight, tuple(total.astype(each.dtype) for total, each in zip(totals, experts, strict=True)), None
 
 

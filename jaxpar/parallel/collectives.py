@@ -18,6 +18,7 @@ What moves data between one device and itself is left out: an axis of size 1 cos
     permute        each device sends its A to one other
     axis_index, axis_size
     barrier        values that exist only together; moves nothing
+    value_barrier, gradient_barrier    the same of the forward alone, of the backward alone
 """
 
 from __future__ import annotations
@@ -76,6 +77,24 @@ def barrier(tree: Any) -> Any:
         for place, value in zip(places, lax.optimization_barrier([leaves[place] for place in places]), strict=True):
             leaves[place] = value
     return jax.tree.unflatten(structure, leaves)
+
+
+@jax.custom_vjp
+def value_barrier(tree: Any) -> Any:
+    """`barrier` of the values alone: their gradients stay free of each other."""
+    return barrier(tree)
+
+
+value_barrier.defvjp(lambda tree: (barrier(tree), None), lambda _, grads: (grads,))
+
+
+@jax.custom_vjp
+def gradient_barrier(tree: Any) -> Any:
+    """The same values, free of each other, whose gradients exist only together: an order of the backward that the forward does not have."""
+    return tree
+
+
+gradient_barrier.defvjp(lambda tree: (tree, None), lambda _, grads: (barrier(grads),))
 
 
 def vary_like(x: jax.Array, like: jax.Array) -> jax.Array:

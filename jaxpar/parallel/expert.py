@@ -30,7 +30,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -41,7 +41,9 @@ from jaxpar.parallel import collectives
 METHODS = ("gather", "ragged", "capacity")
 Experts = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 Router = Callable[[jax.Array], tuple[jax.Array, jax.Array]]
+Two = tuple[jax.Array, jax.Array]
 Four = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
+Beside = tuple[Callable[[jax.Array], jax.Array], jax.Array]
 
 
 class Lost(NamedTuple):
@@ -88,7 +90,7 @@ def moe(x_TD: jax.Array, router: Router, experts: Experts, dispatch: Dispatch) -
     anything else goes nowhere and gives zeros. `experts(rows[R, D], weights[R], sizes[G]) -> [R, D]` serves this device's E/n experts,
     numbers i E/n to (i+1) E/n - 1 on the i-th device along the axes: rows sorted by expert, `sizes` rows of each, every result multiplied
     by its weight, best before the last matrix: then the weight's gradient needs no result. Rows behind the last expert's are zeros and are
-    not read; `ops.grouped_matmul` and `ops.grouped_mlp` are made for it.
+    not read; `ops.grouped_matmul` and `ops.grouped_mlp` are made for it. Called once for each chunk.
 
     Returns (y[T, D] in x's dtype, `Lost`). Sharding of y is x's. Differentiable in x and in what router and experts close over; the
     gradients of an expert's weights are those of all tokens along the axes, and partial sums over other axes that split tokens.
@@ -96,11 +98,24 @@ def moe(x_TD: jax.Array, router: Router, experts: Experts, dispatch: Dispatch) -
     Source: Shazeer et al. (2017); Lepikhin et al., GShard (2020), section 3.2.
     """
     weights_TK, chosen_TK = router(x_TD)
-    return through(x_TD, weights_TK, chosen_TK, experts, dispatch)
+    y_TD, lost, _ = through(x_TD, weights_TK, chosen_TK, experts, dispatch)
+    return y_TD, lost
 
 
-def through(x_TD: jax.Array, weights_TK: jax.Array, chosen_TK: jax.Array, experts: Experts, dispatch: Dispatch) -> tuple[jax.Array, Lost]:
-    """`moe` of tokens that are routed already. In `chunks`, one chunk's rows travel while another's are served."""
+def through(
+    x_TD: jax.Array, weights_TK: jax.Array, chosen_TK: jax.Array, experts: Experts, dispatch: Dispatch, beside: Beside | None = None
+) -> tuple[jax.Array, Lost, jax.Array | None]:
+    """`moe` of tokens that are routed already; `beside` is another function (a shared expert) and its input, whose result is returned too.
+
+    What travels behind what, of chunks a and b, in the order of the program:
+
+        forward    a's rows | beside      b's rows | a's experts      a's results | b's experts      b's results |
+        backward   b's gradients |      a's gradients | b's experts      b's rows' gradients | a's experts      a's rows' gradients | beside
+
+    It is written as barriers: what travels has arrived when the matmuls are done, and nothing else waits for them. They stand right at the
+    matmuls and at the exchanges, before `arrange` and after `pack`, for XLA would fuse the sorting of several chunks' rows into one kernel,
+    which then waits for all of them.
+    """
     ways, chunks = collectives.axis_size(dispatch.axes), dispatch.chunks
     assert dispatch.experts % ways == 0, f"{dispatch.experts} experts over {ways} devices"
     assert x_TD.shape[0] % chunks == 0, f"{x_TD.shape[0]} tokens in {chunks} chunks"
@@ -109,25 +124,46 @@ def through(x_TD: jax.Array, weights_TK: jax.Array, chosen_TK: jax.Array, expert
         method = _local
     cut = [jnp.split(a, chunks) if chunks > 1 else [a] for a in (x_TD, weights_TK, chosen_TK)]
     trips = [method(x, weights, chosen, dispatch, ways) for x, weights, chosen in zip(*cut, strict=True)]
-    results, arrived = [], trips[0].send()
+    leaving, result, packed = [trip.leaving for trip in trips], None, None
+    homes: list[jax.Array] = []
+    if beside is not None:
+        leaving[0], argument = collectives.gradient_barrier((leaving[0], beside[1]))
+        arrived, result = collectives.value_barrier((trips[0].there(leaving[0]), beside[0](argument)))
+    else:
+        arrived = trips[0].there(leaving[0])
     for number, trip in enumerate(trips):
-        y_RD = experts(*trip.arrange(arrived))
-        if number + 1 < chunks:
-            # What travels meanwhile has arrived when these experts are done, and the others' gradients likewise in the backward.
-            y_RD, arrived = collectives.barrier((y_RD, trips[number + 1].send()))
-        results.append(trip.back(y_RD).astype(x_TD.dtype))
+        *served, sizes_G = trip.arrange(arrived)
+        if chunks > 1:
+            following = slice(number + 1, number + 2)
+            served, packed, leaving[following] = collectives.gradient_barrier((served, packed, leaving[following]))
+            home = [trips[number - 1].home(packed)] if packed is not None else []
+            coming = [trips[number + 1].there(each) for each in leaving[following]]
+            y_RD, coming, home = collectives.value_barrier((experts(served[0], served[1], sizes_G), coming, home))
+            homes, arrived = homes + home, coming[0] if coming else None
+        else:
+            y_RD = experts(served[0], served[1], sizes_G)
+        packed = trip.pack(y_RD)
+    homes.append(trips[-1].home(packed))
+    results = [trip.unpack(home_ND).astype(x_TD.dtype) for trip, home_ND in zip(trips, homes, strict=True)]
     lost = jax.tree.map(lambda *each: sum(each[1:], each[0]), *(trip.lost for trip in trips))
-    return jnp.concatenate(results) if chunks > 1 else results[0], lost
+    return jnp.concatenate(results) if chunks > 1 else results[0], lost, result
 
 
 class Trip(NamedTuple):
-    """Of a chunk of tokens: `send` brings rows and weights to their experts, `arrange` sorts what has arrived, (rows[R, D], weights[R],
-    sizes[G]), `back` brings results home."""
+    """Of a chunk of tokens: rows and weights that are `leaving`, which `there` brings to their experts; `arrange` sorts what has arrived,
+    (rows[R, D], weights[R], sizes[G]); `pack` makes results ready to travel, `home` brings them back, `unpack` adds up each token's."""
 
-    send: Callable[[], tuple[jax.Array, jax.Array]]
-    arrange: Callable[[tuple[jax.Array, jax.Array]], tuple[jax.Array, jax.Array, jax.Array]]
-    back: Callable[[jax.Array], jax.Array]
+    leaving: Two
+    there: Callable[[Two], Two]
+    arrange: Callable[[Two], tuple[jax.Array, jax.Array, jax.Array]]
+    pack: Callable[[jax.Array], jax.Array]
+    home: Callable[[jax.Array], jax.Array]
+    unpack: Callable[[jax.Array], jax.Array]
     lost: Lost
+
+
+def _as_is(x: Any) -> Any:
+    return x
 
 
 def _local(x_TD: jax.Array, weights_TK: jax.Array, chosen_TK: jax.Array, dispatch: Dispatch, ways: int) -> Trip:
@@ -135,15 +171,16 @@ def _local(x_TD: jax.Array, weights_TK: jax.Array, chosen_TK: jax.Array, dispatc
     size = dispatch.rows(chosen_TK.shape[0] // ways, chosen_TK.shape[1], ways)
     rows, sizes_G, overflow = sort(chosen_TK, dispatch.experts // ways, size)
     arrange = lambda here: (spread(here[0], rows), carry(here[1], rows), sizes_G)  # noqa: E731
-    return Trip(lambda: (x_TD, weights_TK), arrange, lambda y_RD: combine(y_RD, rows), Lost(overflow, jnp.zeros_like(overflow)))
+    lost = Lost(overflow, jnp.zeros_like(overflow))
+    return Trip((x_TD, weights_TK), _as_is, arrange, lambda y_RD: combine(y_RD, rows), _as_is, _as_is, lost)
 
 
 def _gather(x_TD: jax.Array, weights_TK: jax.Array, chosen_TK: jax.Array, dispatch: Dispatch, ways: int) -> Trip:
-    all_x, all_weights, all_chosen = (collectives.all_gather(a, dispatch.axes, 0) for a in (x_TD, weights_TK, chosen_TK))
+    gather = lambda here: jax.tree.map(lambda a: collectives.all_gather(a, dispatch.axes, 0), here)  # noqa: E731
     first = collectives.axis_index(dispatch.axes).astype(jnp.int32) * (dispatch.experts // ways)
-    here = _local(all_x, all_weights, all_chosen - first, dispatch, ways)
-    back = lambda y_RD: collectives.reduce_scatter(here.back(y_RD).astype(x_TD.dtype), dispatch.axes, 0)  # noqa: E731
-    return here._replace(back=back)
+    here = _local(x_TD, weights_TK, gather(chosen_TK) - first, dispatch, ways)
+    pack = lambda y_RD: here.pack(y_RD).astype(x_TD.dtype)  # noqa: E731
+    return here._replace(there=gather, pack=pack, home=lambda y_ND: collectives.reduce_scatter(y_ND, dispatch.axes, 0))
 
 
 def _capacity(x_TD: jax.Array, weights_TK: jax.Array, chosen_TK: jax.Array, dispatch: Dispatch, ways: int) -> Trip:
@@ -151,21 +188,25 @@ def _capacity(x_TD: jax.Array, weights_TK: jax.Array, chosen_TK: jax.Array, disp
     held, width = count // ways, x_TD.shape[1]
     rows, dropped = sort_limited(chosen_TK, count, capacity, jax.lax.stop_gradient(weights_TK) if dispatch.by_weight else None)
 
-    def there(a: jax.Array) -> jax.Array:
-        """Rows of [E C, ...] to the devices of their experts: [n, G, C, ...], by device."""
-        return collectives.all_to_all(a.reshape(ways, held, capacity, -1), dispatch.axes, 0, 0)
+    def trade(a: jax.Array) -> jax.Array:
+        """[n, G, C, ...], to each device the rows of its experts."""
+        return collectives.all_to_all(a, dispatch.axes, 0, 0)
 
-    def arrange(arrived: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def arrange(arrived: Two) -> tuple[jax.Array, jax.Array, jax.Array]:
         rows_RD, weights_R1 = (a.swapaxes(0, 1).reshape(held * ways * capacity, -1) for a in arrived)
         return rows_RD, weights_R1[:, 0], sizes_G
 
-    def back(y: jax.Array) -> jax.Array:
-        y = y.reshape(held, ways, capacity, width).swapaxes(0, 1)
-        return combine(collectives.all_to_all(y, dispatch.axes, 0, 0).reshape(-1, width), rows)
-
     sizes_G = jnp.zeros_like(dropped, shape=(held,)) + ways * capacity
-    send = lambda: (there(spread(x_TD, rows)), there(carry(weights_TK, rows)))  # noqa: E731
-    return Trip(send, arrange, back, Lost(jnp.zeros_like(dropped), dropped))
+    out, number = (a.reshape(ways, held, capacity, -1) for a in (spread(x_TD, rows), carry(weights_TK, rows)))
+    return Trip(
+        leaving=(out, number),
+        there=lambda here: (trade(here[0]), trade(here[1])),
+        arrange=arrange,
+        pack=lambda y_RD: y_RD.reshape(held, ways, capacity, width).swapaxes(0, 1),
+        home=trade,
+        unpack=lambda home: combine(home.reshape(-1, width), rows),
+        lost=Lost(jnp.zeros_like(dropped), dropped),
+    )
 
 
 def _ragged(x_TD: jax.Array, weights_TK: jax.Array, chosen_TK: jax.Array, dispatch: Dispatch, ways: int) -> Trip:
@@ -176,17 +217,15 @@ def _ragged(x_TD: jax.Array, weights_TK: jax.Array, chosen_TK: jax.Array, dispat
     row_R, ends = jnp.arange(size, dtype=jnp.int32), jnp.cumsum(from_nG.reshape(-1))
     expert_R = jnp.where(row_R < ends[-1], (ends[None, :] <= row_R[:, None]).sum(1, dtype=jnp.int32) % held, held)
     again, sizes_G, _ = sort(expert_R[:, None], held, size)
-
-    def send() -> tuple[jax.Array, jax.Array]:
-        return _exchange(dispatch, size, spread(x_TD, rows), plan), _exchange(dispatch, size, carry(weights_TK, rows)[:, None], plan)
-
-    def arrange(arrived: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
-        return spread(arrived[0], again), carry(arrived[1], again), sizes_G
-
-    def back(y_RD: jax.Array) -> jax.Array:
-        return combine(_exchange(dispatch, chosen_TK.size, combine(y_RD, again), Plan(plan.back, plan.there)), rows)
-
-    return Trip(send, arrange, back, Lost(overflow, jnp.zeros_like(overflow)))
+    return Trip(
+        leaving=(spread(x_TD, rows), carry(weights_TK, rows)[:, None]),
+        there=lambda here: (_exchange(dispatch, size, here[0], plan), _exchange(dispatch, size, here[1], plan)),
+        arrange=lambda arrived: (spread(arrived[0], again), carry(arrived[1], again), sizes_G),
+        pack=lambda y_RD: combine(y_RD, again),
+        home=lambda y_RD: _exchange(dispatch, chosen_TK.size, y_RD, Plan(plan.back, plan.there)),
+        unpack=lambda home_PD: combine(home_PD, rows),
+        lost=Lost(overflow, jnp.zeros_like(overflow)),
+    )
 
 
 class Plan(NamedTuple):

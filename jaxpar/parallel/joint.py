@@ -96,7 +96,18 @@ def _groups(items: list[Any], sizes: list[int]) -> list[list[Any]]:
 
 
 def weight_matmuls(op: Op, weights: set[Value]) -> int:
-    """Matmuls of `op` (a loop's body included, once) that read a value of `weights`, a set of values that depend on parameters alone."""
+    """Matmuls of `op` (a loop's body included, once) that read a value of `weights`, a set of values that depend on parameters alone.
+
+    A while's are counted where it has one, as `grouped_matmul`'s. One of several (`grouped_mlp`) stays whole, and makes its gradients in B.
+    """
+    if op.name == "while" and op.eqn is not None:
+        body = op.eqn.params["body_jaxpr"]
+        values = [Value(var.aval) for var in body.jaxpr.invars]
+        given = zip(values, op.inputs[len(op.inputs) - len(values) :], strict=True)
+        read = {inside for inside, outside in given if isinstance(outside, Value) and outside in weights}
+        ops, _, _ = flatten(body, values)
+        found = sum(weight_matmuls(o, reached(ops, read)) for o in ops)
+        return found if found == 1 else 0
     if op.loop is not None:
         entering = [*op.loop.consts, *op.loop.carry_in, *op.loop.xs]
         inner = {inside for inside, outside in zip(entering, op.inputs, strict=True) if isinstance(outside, Value) and outside in weights}

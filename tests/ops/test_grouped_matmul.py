@@ -9,6 +9,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from jaxpar.models.moe import BLOCK
+from jaxpar.ops import grouped_matmul as module
 from jaxpar.ops.grouped_matmul import default_block, grouped_matmul, visits
 from jaxpar.plan.work import measure
 
@@ -133,3 +135,37 @@ def test_cost_is_that_of_the_rows(groups):
     assert 3 * once <= flops(all_three, x, weight, sizes, dy) <= 3.12 * once
     if groups == 8:
         assert flops(lambda x, w, s: jax.lax.ragged_dot(x, w.swapaxes(1, 2), s), x, weight, sizes) >= groups * once
+
+
+@pytest.mark.parametrize(("platform", "routed"), [("cpu", 8192), ("gpu", 20480)])
+@pytest.mark.parametrize("load", ["even", "uneven", "one takes all", "nothing"])
+def test_rows_that_a_buffer_has_to_spare_cost_nothing(monkeypatch, platform, routed, load):
+    """A buffer of 1.5 times the routed rows in the model's own blocks (128, 512): turns that forward, input gradient and weight gradient
+    really make, together the routed rows and one block more for each group at most.
+
+    Control: the work list of the whole buffer has more."""
+    rows, groups = routed * 3 // 2, 8
+    block = default_block(rows, groups, BLOCK[platform])
+    assert block == BLOCK[platform]
+    part = {"even": np.ones(8), "uneven": np.array([0, 3, 1, 0, 2, 5, 0.5, 1]), "one takes all": np.eye(8)[5], "nothing": np.zeros(8)}[load]
+    sizes = np.floor(part / max(part.sum(), 1) * routed).astype(np.int32)
+    turns, own_rows = [], module.own_rows
+
+    def counted(block, here):
+        jax.debug.callback(lambda first, last: turns.append(int(last - first)), here.first, here.last)
+        return own_rows(block, here)
+
+    monkeypatch.setattr(module, "own_rows", counted)
+    x, weight, dy = jnp.ones((rows, 2)), jnp.ones((groups, 3, 2)), jnp.ones((rows, 3))
+
+    def all_three(x, weight, dy):
+        y, transpose = jax.vjp(lambda x, w: grouped_matmul(x, w, jnp.asarray(sizes), block), x, weight)
+        return y, *transpose(dy)
+
+    y, dx, dweight = jax.block_until_ready(jax.jit(all_three)(x, weight, dy))
+    jax.effects_barrier()
+    assert sum(turns) == 3 * sizes.sum() and len(turns) % 3 == 0 and min(turns, default=1) > 0
+    assert len(turns) // 3 * block <= sizes.sum() + block * (sizes > 0).sum()
+    assert len(visits(jnp.asarray(sizes), rows, block).group) * block > sizes.sum() + block * groups
+    assert (y == 2 * (np.arange(rows) < sizes.sum())[:, None]).all() and (dx == 3 * (np.arange(rows) < sizes.sum())[:, None]).all()
+    assert (dweight == sizes[:, None, None]).all()

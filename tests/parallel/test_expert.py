@@ -60,7 +60,7 @@ def _program(shape, dispatch):
             def experts(rows, weights, sizes):
                 return grouped_matmul(jnp.tanh(grouped_matmul(rows, up, sizes, 8)) * weights[:, None], down, sizes, 8)
 
-            return through(x, weights, chosen, experts, dispatch)
+            return through(x, weights, chosen, experts, dispatch)[:2]
 
         y, transpose, lost = jax.vjp(forward, x, weights, up, down, has_aux=True)
         dx, dweights, dup, ddown = transpose(dy)

@@ -8,6 +8,7 @@ import pytest
 
 from jaxpar.parallel import remat, split
 from tests.train import runs
+from tests.train.test_experts import model
 
 
 def cut_of(monkeypatch, **options):
@@ -63,3 +64,16 @@ def test_attention_is_not_computed_again_where_its_output_is_kept(monkeypatch):
     model, tokens = run.model, run.train.batch * run.data.sequence
     forward_of_attention = 2 * 2 * tokens * run.data.sequence * model.heads * model.head_width
     assert flops["block"] - flops["attention"] == forward_of_attention
+
+
+@pytest.mark.parametrize("keep", remat.POLICIES)
+def test_experts_split_as_matmuls_do(monkeypatch, keep):
+    """A shared expert's and the routed ones' matmuls, loops over blocks of rows: one in W for each weight; where the policy keeps matmuls'
+    outputs, the backward has none of the experts' again. Fused experts (the last two policies) make their gradients in B."""
+    cut, _ = cut_of(monkeypatch, data=2, remat=keep, model=model(router="sigmoid", shared_width=14))
+    cut.check_split()
+    fused = keep in ("attention", "block")
+    assert cut.facts.matmuls_backward_weight == (8 if fused else 11)  # 4 of attention, the router, 3 of the shared expert, 3 of the others
+    if not fused:
+        none = 2 * cut.facts.flops_forward
+        assert cut.facts.flops_backward < none * (1 if keep == "none" else 1.1)
