@@ -69,7 +69,7 @@ def test_mixtral_fits_in_17_gib(mixtral):
 
 @pytest.mark.parametrize("run", gpu.MIXTURES)
 def test_runs_with_experts_fit_and_are_predicted(run, monkeypatch):
-    """Dense ones: `test_gpu_report.py`. Control: without the rows of experts the formula is off by a quarter where a token has 8 of them."""
+    """Dense ones: `test_gpu_report.py`. Control: without the rows of experts the formula is a quarter off where a token has 8 of them."""
     report = compiling.report(gpu.compiled(run))
     gpu.check_predicted(report)
     monkeypatch.setattr(peak, "_expert_rows", lambda config: 0)
