@@ -73,7 +73,7 @@ FLAGS = (
         "xla_gpu_memory_limit_slop_factor",
         118,
         "percent of four fifths of the device's memory up to which the scheduler may overlap; beyond that it computes again and waits; "
-        "the default, 95, stops at 76%, and the 70B run, which fills 85% of an 80 GB GPU, would take nearly twice its time "
+        "the default, 95, stops at 76%, and the 70B run, which fills 88% of an 80 GB GPU, would take nearly twice its time "
         "(docs/compile.md)",
     ),
     Flag(

@@ -9,7 +9,9 @@ steps     a training step of a 1B and a 3B Llama, sequence 4096, bf16, compiled 
 torch     the same models with torch.compile, where torch is installed (gpu_check_torch.py, a process of its own that ends before JAX
           starts: both would want the memory, and they bring different builds of cuDNN)
 
-Prints one JSON object; exit code 1 where a kernel is off. What there is no memory or no time for is left out, and the report says why.
+Prints one JSON object; exit code 1 where a kernel is off or none was tried. What there is no memory or no time for is left out, and the
+report says why. It is over within --seconds whatever the GPU (the rest of the four minutes is for JAX's import): a model is begun only
+where the time that the last one took says that it ends in time, and what is under way at the end is left standing (`gpu_check_report.py`).
 """
 
 from __future__ import annotations
@@ -18,7 +20,9 @@ import argparse
 import dataclasses
 import importlib.util
 import json
+import math
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -32,13 +36,14 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # so that peak_
 import jax
 import numpy as np
 
-from jaxpar import configfile, gpu
+from jaxpar import configfile
 from jaxpar.config import Config
 from jaxpar.mesh import make_mesh
 from jaxpar.plan import compile as compiling
 from jaxpar.plan import formulas, hardware, memory, peak, work
 from jaxpar.train.step import Training, build_training
 from scripts import gpu_check_kernels
+from scripts.gpu_check_report import Report
 
 LLAMA_1B = {"width": 2048, "layers": 16, "heads": 32, "kv_heads": 8, "mlp_width": 8192, "vocabulary": 128256, "tied": True}
 LLAMA_3B = {"width": 3072, "layers": 28, "heads": 24, "kv_heads": 8, "mlp_width": 8192, "vocabulary": 128256, "tied": True}
@@ -46,6 +51,7 @@ TINY = {"width": 64, "layers": 2, "heads": 4, "kv_heads": 2, "mlp_width": 128, "
 # (sequences, recomputation), the fastest first; the first that fits is run.
 WAYS = ((4, "matmuls"), (4, "outputs"), (2, "outputs"), (2, "attention"), (1, "block"))
 STEPS, WARM = 12, 3
+SLACK = 1.25  # on a time that is expected, from one that was measured
 
 
 def models(tiny: bool) -> dict[str, dict[str, Any]]:
@@ -79,11 +85,14 @@ def random_batch(training: Training) -> dict[str, jax.Array]:
     return {name: jax.device_put(values[name], like.sharding) for name, like in training.abstract_batch.items()}
 
 
-def predicted(config: Config, gpus: hardware.Hardware | None) -> dict[str, Any]:
-    """Peak bytes: by formula, and of the program that `jaxpar compile` makes for this GPU, with the workspace of attention apart."""
+def predicted(config: Config, gpus: hardware.Hardware | None, left: float = math.inf) -> dict[str, Any]:
+    """Peak bytes: by formula, and of the program that `jaxpar compile` makes for this GPU, with the workspace of attention apart. `left`
+    says how many seconds more than its compilation would take there are."""
     found: dict[str, Any] = {"formula": peak.predicted_peak(config)}
     if gpus is None:
         return found | {"compiled": None, "reason": "no file of configs/hardware has this device's name"}
+    if left < 0:
+        return found | {"compiled": None, "reason": "no time left to compile it once more"}
     try:
         compiled = compiling.compile_run(config, gpus)
     except (ValueError, jax.errors.JaxRuntimeError) as error:
@@ -93,7 +102,8 @@ def predicted(config: Config, gpus: hardware.Hardware | None) -> dict[str, Any]:
 
 
 def step(name: str, config: Config, device: Any, gpus: hardware.Hardware | None, until: float) -> dict[str, Any]:
-    """One model trained for a few steps: times, rates, memory, losses."""
+    """One model trained for a few steps: times, rates, memory, losses. Fewer steps where the time is up."""
+    begun = time.monotonic()
     training = build_training(config, make_mesh(config.mesh, [device]))
     start = time.perf_counter()
     program = training.step.lower(training.abstract_state, training.abstract_batch).compile()
@@ -105,7 +115,7 @@ def step(name: str, config: Config, device: Any, gpus: hardware.Hardware | None,
         state, metrics = program(state, batch)
         losses.append(float(metrics["loss"]))  # waits for the step
         seconds.append(time.perf_counter() - start)
-        if len(seconds) > WARM and time.monotonic() > until:
+        if len(seconds) > WARM and time.monotonic() + seconds[-1] > until:
             break
     median, tokens = statistics.median(seconds[WARM:] or seconds), config.train.batch * config.data.sequence
     after = (device.memory_stats() or {}).get("peak_bytes_in_use")
@@ -123,9 +133,18 @@ def step(name: str, config: Config, device: Any, gpus: hardware.Hardware | None,
         "mfu_causal": work.model_flops(config) / median / flops if flops else None,
         "peak": after if after != before else None,  # the process's largest so far: none of this model's if it did not grow
         "program_peak": int(program.memory_analysis().peak_memory_in_bytes),
-        "predicted_peak": predicted(config, gpus),
+        "predicted_peak": predicted(config, gpus, until - time.monotonic() - SLACK * compile_seconds),
         "losses": [losses[0], losses[-1]],
+        "seconds": time.monotonic() - begun,
     }
+
+
+def expected_seconds(last: dict[str, Any], before: Config, config: Config) -> float:
+    """What a model will take after `last`, measured of the configuration `before`: as long as that for all but its steps, which take longer
+    as its FLOPs are more; of those the fewest that give a median."""
+    ratio = work.model_flops(config) / work.model_flops(before)
+    steps = last["median_seconds"] * (WARM + last["steps"])
+    return SLACK * (max(last["seconds"] - steps, 0) + ratio * last["median_seconds"] * (WARM + 1))
 
 
 def first_that_fits(model: dict[str, Any], sequence: int, room: int | None) -> Config | None:
@@ -139,48 +158,49 @@ def torch_report(tiny: bool, seconds: float) -> Any:
         return "torch is not installed"
     sizes = {name: {**model, "sequence": 128 if tiny else 4096, "batch": WAYS[0][0]} for name, model in models(tiny).items()}
     script = [sys.executable, str(Path(__file__).parent / "gpu_check_torch.py"), json.dumps(sizes), *(["--cpu"] if tiny else [])]
+    # A session of its own, for torch's compiler has processes that would keep the pipes open.
+    child = subprocess.Popen(script, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
     try:
-        done = subprocess.run(script, capture_output=True, text=True, timeout=seconds, check=False)
-    except subprocess.TimeoutExpired as late:
-        printed = late.stdout.decode() if isinstance(late.stdout, bytes) else late.stdout or ""
-        return [*map(json.loads, printed.splitlines()), f"stopped after {seconds:.0f} s"]
-    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    return lines if done.returncode == 0 else [*lines, (done.stderr.strip().splitlines() or ["no message"])[-1]]
+        printed, said = child.communicate(timeout=seconds)
+        why = [] if child.returncode == 0 else [(said.strip().splitlines() or ["no message"])[-1]]
+    except subprocess.TimeoutExpired:
+        os.killpg(child.pid, signal.SIGKILL)
+        printed, why = child.communicate()[0], [f"stopped after {seconds:.0f} s"]
+    return [*(json.loads(line) for line in printed.splitlines() if line.startswith("{")), *why]
 
 
 def main(argv: list[str] | None = None) -> int:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("--tiny", action="store_true", help="small sizes on a CPU")
     arguments.add_argument("--json", metavar="FILE", help="write the report there as well")
-    arguments.add_argument("--seconds", type=float, default=225.0, help="after which nothing more is begun (default %(default)s)")
+    arguments.add_argument("--seconds", type=float, default=210.0, help="after which it is over (default %(default)s)")
     args = arguments.parse_args(argv)
-    started = time.monotonic()
-    until = started + args.seconds
-    report: dict[str, Any] = {"torch": torch_report(args.tiny, 0.4 * args.seconds)}
+    report = Report(args.json, args.seconds)
+    found = report.found
+    found["torch"] = torch_report(args.tiny, 0.4 * args.seconds)
+    report.now = "the search for a GPU"
     device = jax.devices("cpu" if args.tiny else None)[0]
     if device.platform != "gpu" and not args.tiny:
+        report.forget()
         print("gpu_check: JAX sees no GPU; --tiny runs the check on a CPU", file=sys.stderr)
         return 2
     gpus = described(device)
-    report |= {"device": device.device_kind, "jax": jax.__version__, "hardware": gpus.name if gpus else None}
-    report["kernels"] = [dataclasses.asdict(each) for each in gpu_check_kernels.check(device, args.tiny)]
+    found |= {"device": device.device_kind, "jax": jax.__version__, "hardware": gpus.name if gpus else None}
+    report.now = "kernels"
+    found["kernels"] += [dataclasses.asdict(each) for each in gpu_check_kernels.check(device, args.tiny)]
     room = (device.memory_stats() or {}).get("bytes_limit")
-    report["steps"] = []
+    last: tuple[dict[str, Any], Config] | None = None
     for name, model in models(args.tiny).items():
+        report.now = name
         config = first_that_fits(model, 128 if args.tiny else 4096, room)
         if config is None:
-            report["steps"].append({"model": name, "left_out": f"needs more than the {room} bytes of this GPU"})
-        elif time.monotonic() > until - 0.15 * args.seconds:
-            report["steps"].append({"model": name, "left_out": f"no time left of {args.seconds:.0f} s"})
+            found["steps"].append({"model": name, "left_out": f"needs more than the {room} bytes of this GPU"})
+        elif last and (needs := expected_seconds(*last, config)) > report.left():
+            found["steps"].append({"model": name, "left_out": f"would take about {needs:.0f} s of the {max(report.left(), 0):.0f} s left"})
         else:
-            report["steps"].append(step(name, config, device, gpus, until))
-    report |= {"flags": gpu.compiler_options(Config().gpu), "seconds": time.monotonic() - started}
-    report["ok"] = all(each["ok"] for each in report["kernels"])
-    text = json.dumps(report, indent=1)
-    if args.json:
-        Path(args.json).write_text(text + "\n")
-    print(text)
-    return 0 if report["ok"] else 1
+            last = step(name, config, device, gpus, report.until), config
+            found["steps"].append(last[0])
+    return report.write()
 
 
 if __name__ == "__main__":

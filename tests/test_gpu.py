@@ -8,6 +8,7 @@ import pytest
 from jaxpar import cli, configfile, gpu
 from jaxpar.config import GpuConfig
 from jaxpar.plan import compile as compiling
+from jaxpar.plan import hardware
 
 
 def test_every_flag_is_named_once_and_has_a_reason():
@@ -42,6 +43,17 @@ def test_without_the_plugin_one_line_says_what_to_install(tmp_path, monkeypatch,
     err = capsys.readouterr().err
     assert err.startswith("jaxpar: error: compiling for GPUs needs JAX's CUDA plugin") and 'pip install "jax[cuda13]==' in err
     assert err.count("\n") == 1
+
+
+def test_a_plugin_of_another_version_is_one_line(monkeypatch):
+    def without(*arguments, **settings):
+        raise NotImplementedError("no topology for cuda")
+
+    monkeypatch.setattr(compiling, "plugin_present", lambda: True)
+    monkeypatch.setattr(compiling.topologies, "get_topology_desc", without)
+    said = r'^JAX\'s CUDA plugin did not load \(another version than jax .*\): pip install "jax\[cuda13\]==[^\n]*$'
+    with pytest.raises(ValueError, match=said):
+        compiling.devices(hardware.load("h100"), 1, 8)
 
 
 @pytest.mark.parametrize("sets, message", [(["mesh.tensor=3"], "mesh.tensor: 3 does not divide"), (["mesh.data=3"], "train.batch")])

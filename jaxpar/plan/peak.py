@@ -10,11 +10,13 @@ the scores that fused attention does not keep.
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import jax.numpy as jnp
 
 from jaxpar.config import Config
 from jaxpar.plan import formulas
+from jaxpar.plan.experts import choices
 
 
 def formula_bytes(config: Config) -> dict[str, int]:
@@ -31,26 +33,33 @@ def formula_bytes(config: Config) -> dict[str, int]:
 
 
 def kept_bytes(config: Config) -> int:
-    """What the forward of a microbatch keeps for the backward. "none" keeps a layer's every value: what "matmuls" does and as much again of
-    element-wise results."""
+    """What the forward of a microbatch keeps for the backward. "none" keeps a layer's every value: what "matmuls" does and at least as much
+    again of element-wise results (some are float32, some whole over `tensor`: 2.6 times as much was compiled of 8B on 64)."""
     kept = formulas.saved_bytes(config)
     return 2 * kept_bytes(_with_remat(config, "matmuls")) if kept is None else kept
 
 
 def working_bytes(config: Config) -> int:
-    """Activations alive while one layer is computed again and differentiated: its inputs and outputs and their gradients, two of width D
-    between blocks and four inside, queries, keys, values, attention's output and their gradients, and four of the MLP's width (gate, up,
-    their product, one gradient). Interleaved parts are in work at the same time, so it is the whole batch whatever their number."""
+    """Activations alive while one layer is computed again and differentiated.
+
+    Between blocks two of width D, the input and its gradient. Inside, five: the inputs of attention and of the MLP, the gradient of the
+    MLP's output, and what gate and up give of its input's. Queries, keys, values, attention's output and their gradients; and four of the
+    MLP's width (gate, up, their product, one gradient), or what experts work with. Of interleaved parts one half is at its MLP, with four
+    of the five, while the other is at its attention."""
     model, t, (b, s) = config.model, config.mesh.tensor, formulas.microbatch(config)
     heads = (model.heads + max(model.kv_heads, t)) // t * (model.head_width + model.value_head_width)
-    widths = 2 * model.width // formulas.token_shards(config) + 2 * model.width + heads + 4 * model.mlp_width // t
-    return jnp.dtype(config.train.compute_dtype).itemsize * b * s * widths
+    parts, moe = config.train.interleave, model.moe
+    wide = moe.shared_width if moe.experts and not moe.dense_layers and moe.every == 1 else model.mlp_width
+    mlp = 4 * _chunk(config) * wide // t
+    inside = b * s * 5 * model.width + mlp if parts == 1 else (b * s * 7 * model.width + mlp) // 2
+    size = jnp.dtype(config.train.compute_dtype).itemsize
+    return size * (b * s * (2 * model.width // formulas.token_shards(config) + heads) + inside + _expert_rows(config))
 
 
 def predicted_peak(config: Config) -> int:
     """The larger of two moments: the loss (whole table of the head, its float32 gradient, one chunk of logits and their gradient) and
     the backward of the last layer (gathered weights, gradients on their way, the head's whole one among them, the layer's working set).
-    Both hold state, batch, gradient buffers and what the forward saved."""
+    Both hold state, batch, gradient buffers and what the forward saved; the backward holds some of that twice (`_transposed`)."""
     model, train = config.model, config.train
     held = formulas.state_bytes(config) + formulas.batch_bytes(config) + kept_bytes(config)
     size = jnp.dtype(train.compute_dtype).itemsize
@@ -62,8 +71,43 @@ def predicted_peak(config: Config) -> int:
     )
     chunk = min(train.loss_chunk, b * s) * head // model.width
     loss = head * (size + 4) + chunk * (4 + 2 * size) + 3 * size * b * s * model.width
-    layer = working_bytes(config) + head * _sent_itemsize(config)
+    layer = working_bytes(config) + head * _sent_itemsize(config) + _transposed(config)
     return round(held + _buffers(config) + max(loss + _kept_weights(config), layer + _moving(config)))
+
+
+def _chunk(config: Config) -> int:
+    """Tokens that the MLP works on at a time."""
+    (b, s), chunk = formulas.microbatch(config), config.train.mlp_chunk
+    return b * (chunk if 0 < chunk < s else s)
+
+
+def _expert_rows(config: Config) -> int:
+    """Numbers in the rows of experts at the backward of a layer: sorted by expert, the gradients of their results likewise, and the
+    gradient of the rows, which begins as zeros: XLA makes the zeros that every layer begins with once, before the loop over layers.
+
+    Where other devices have experts, beside them: `ragged`, rows and gradients as they came, into zeros each, and of a token's choices
+    what goes back, into zeros; `capacity`, as they came; `gather`, all tokens and all gradients of results."""
+    moe, train, (b, s), width = config.model.moe, config.train, formulas.microbatch(config), config.model.width
+    if not moe.experts:
+        return 0
+    ways = math.prod(getattr(config.mesh, axis) for axis in train.expert_axes)
+    tokens, k = b * s // (1 if train.expert_columns else formulas.token_shards(config)), choices(config)
+    capacity = train.expert_dispatch == "capacity"
+    rows = math.ceil((train.expert_capacity if capacity else train.expert_buffer if ways > 1 else 1) * tokens * k)
+    if ways == 1:
+        return 4 * rows * width
+    beside = {"ragged": 4 * rows + 2 * tokens * k, "capacity": 2 * rows, "gather": 2 * ways * tokens}
+    return (4 * rows + beside[train.expert_dispatch]) * width
+
+
+def _transposed(config: Config) -> int:
+    """Queries, keys and values that policies keep, transposed once for all layers before the backward: gathering tokens over `tensor` puts
+    them before sequences, cuDNN's backward wants sequences first. With one sequence a part both are the same order."""
+    model, train, t, (b, s) = config.model, config.train, config.mesh.tensor, formulas.microbatch(config)
+    if train.remat not in ("outputs", "matmuls") or formulas.token_shards(config) == 1 or b // train.interleave < 2:
+        return 0
+    heads = model.heads // t + 2 * max(model.kv_heads // t, 1)
+    return jnp.dtype(train.compute_dtype).itemsize * b * s * heads * model.head_width * (model.layers - 1)
 
 
 def _with_remat(config: Config, remat: str) -> Config:
@@ -71,17 +115,17 @@ def _with_remat(config: Config, remat: str) -> Config:
 
 
 def _buffers(config: Config) -> int:
-    """The accumulation buffer of the gradients."""
+    """Gradients of all layers: a buffer in the masters' dtype where microbatches add to it, else as they came or were reduced."""
     late = config.train.zero >= 2
     elements = sum(weight.total // (weight.ways if weight.split and late else 1) for weight in formulas.weights(config))
-    return jnp.dtype(config.train.master_dtype).itemsize * elements
+    added = config.train.accumulation > 1
+    return (jnp.dtype(config.train.master_dtype).itemsize if added else _sent_itemsize(config)) * elements
 
 
 def _kept_weights(config: Config) -> int:
-    """Weights in the compute dtype that live through the loss: all of the layers below ZeRO-3, else their own shard."""
+    """Weights in the compute dtype that live through the loss: all of the layers below ZeRO-3; a shard is cast as it is gathered."""
     size = jnp.dtype(config.train.compute_dtype).itemsize
-    layers = [weight for weight in formulas.weights(config) if weight.layers]
-    return size * sum(weight.total // (weight.ways if config.train.zero == 3 and weight.split else 1) for weight in layers)
+    return size * sum(weight.total for weight in formulas.weights(config) if weight.layers) if config.train.zero < 3 else 0
 
 
 def _sent_itemsize(config: Config) -> int:
@@ -90,7 +134,13 @@ def _sent_itemsize(config: Config) -> int:
 
 
 def _moving(config: Config) -> int:
-    """Weights of the layer in use and the next, the gradient of this layer, and that of the last on its way."""
-    size, level = jnp.dtype(config.train.compute_dtype).itemsize, config.train.zero
-    layer = sum(weight.elements for weight in formulas.weights(config) if weight.layers)
-    return _kept_weights(config) + layer * (2 * size * (level == 3) + (size + _sent_itemsize(config)) * (level >= 2))
+    """Weights of the layer in use and the next, and the gradient of the last on its way; this layer's takes the place of what it is made
+    of. But gradients that a loop over tokens adds up, of experts or of a chunked MLP, are sums in float32 beside the zeros that every
+    layer's begin with."""
+    train, size = config.train, jnp.dtype(config.train.compute_dtype).itemsize
+    each = [weight for weight in formulas.weights(config) if weight.layers]
+    layer = sum(weight.elements for weight in each)
+    dims = 3 if config.model.moe.experts else 2 if _chunk(config) < math.prod(formulas.microbatch(config)) else 0
+    added = sum(weight.elements for weight in each if "/mlp/" in weight.name and len(weight.shape) == dims)
+    moving = layer * (2 * size * (train.zero == 3) + _sent_itemsize(config) * (train.zero >= 2))
+    return _kept_weights(config) + moving + 2 * 4 * added

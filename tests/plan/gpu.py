@@ -26,7 +26,6 @@ MARKS = [
     ),  # it is off: what comes from it has no record of buffers
 ]
 FOLDER = Path(__file__).parent.parent.parent / "configs" / "runs"
-BIG = sorted(path.stem for path in FOLDER.glob("llama*_h100x*.yaml"))  # others have a file of tests of their own
 
 # Llama-3-8B, 64 sequences of 8192 tokens on 64 H100s, full recomputation: what MaxText 0.2.5 was compiled for as well.
 COMPARED = ("train.remat=block", "train.batch=64", "train.accumulation=1", "train.reduce_dtype=bfloat16", "train.loss_chunk=256")
@@ -36,8 +35,23 @@ def load(name, *settings):
     return configfile.load(FOLDER / f"{name}.yaml", list(settings))
 
 
-@functools.lru_cache(maxsize=4)
+def runs(experts: bool):
+    """Every run file for GPUs, dense or of experts."""
+    found = {path.stem: load(path.stem) for path in FOLDER.glob("*.yaml")}
+    return sorted(name for name, each in found.items() if not each.train.cpu_devices and bool(each.model.moe.experts) is experts)
+
+
+BIG, MIXTURES = runs(experts=False), runs(experts=True)
+
+
+def check_predicted(report):
+    """What every run file must: fit, and peak within a tenth of the closed formula."""
+    held = report["memory"]
+    assert report["fits"] and held["predicted_peak"] == pytest.approx(held["peak"], rel=0.10)
+
+
+@functools.lru_cache(maxsize=12)
 def compiled(name, *settings, gpu="h100"):
-    """A run of configs/runs, compiled without 64-bit types; the last few stay in memory."""
+    """A run of configs/runs, compiled without 64-bit types; 2 MB each, so that a dozen stays in memory."""
     with jax.enable_x64(False):
         return compiling.compile_run(load(name, *settings), hardware.load(gpu))

@@ -34,10 +34,10 @@ def test_runs_of_real_size_fit_and_are_predicted(run):
     compiled = gpu.compiled(run)
     report = compiling.report(compiled)
     held = report["memory"]
-    assert report["fits"] and report["unexpected"] == []
+    gpu.check_predicted(report)
+    assert report["unexpected"] == []
     assert list(held["parts"]) == PARTS and 0 <= held["parts"]["rest"] < 0.02 * held["peak"]
     assert held["parts"]["activations"] >= held["formulas"]["kept"]
-    assert held["predicted_peak"] == pytest.approx(held["peak"], rel=0.10)
     assert all(row["bytes"] == row["expected_bytes"] for row in report["collectives"])
     ratio = {"attention": 1.34, "block": 1.34}.get(compiled.config.train.remat, 1.005)
     assert report["flops"]["program"] <= ratio * report["flops"]["model"]

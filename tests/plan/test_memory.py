@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxpar.config import Config, DataConfig, MeshShape, ModelConfig, TrainConfig
+from jaxpar.config import Config, DataConfig, MeshShape, ModelConfig, MoeConfig, TrainConfig
 from jaxpar.plan import buffers, formulas, memory, peak
 from jaxpar.plan.hlo import parse
 
@@ -136,6 +136,36 @@ def test_the_predicted_peak_falls_with_zero_and_devices():
     assert levels == sorted(levels, reverse=True)
     wider = dataclasses.replace(config(), mesh=MeshShape(data=4, tensor=4))
     assert peak.predicted_peak(wider) < peak.predicted_peak(config())
+
+
+def test_what_a_layer_works_with():
+    """Of one part: the whole MLP and five arrays of width D inside, two between blocks of which each device has half; of two parts, a half
+    batch's MLP and seven half batches of width D."""
+    tokens, heads = 4 * 1024, (2 * 8 + 2 * 4) // 2 * 64
+    one = 2 * tokens * (2 * 512 // 2 + 5 * 512 + heads + 4 * 1024 // 2)
+    assert peak.working_bytes(config()) == one
+    assert peak.working_bytes(config(mlp_chunk=256)) == one - 2 * (tokens * 3 // 4) * 4 * 1024 // 2
+    assert peak.working_bytes(config(interleave=2)) == 2 * tokens * (2 * 512 // 2 + heads) + tokens * (7 * 512 + 4 * 1024 // 2)
+
+
+@pytest.mark.parametrize(
+    "dispatch, numbers", [("ragged", 8 * 1.5 * 2 + 2 * 2), ("capacity", 6 * 1.25 * 2), ("gather", 4 * 1.5 * 2 + 2 * 4)]
+)
+def test_rows_of_experts_are_what_their_layer_works_with(dispatch, numbers):
+    """Values of width D for each of a device's 2 × 1024 tokens, by hand: rows of the buffer (1.5 or 1.25 times two choices), choices, and
+    what four devices gather."""
+    moe = dataclasses.replace(MODEL, moe=MoeConfig(experts=8, per_token=2, width=256))
+    sparse = dataclasses.replace(config(expert_dispatch=dispatch), model=moe, mesh=MeshShape(data=2, expert=4))
+    dense = dataclasses.replace(sparse, model=dataclasses.replace(MODEL, mlp_width=8))
+    assert peak.working_bytes(sparse) - peak.working_bytes(dense) == 2 * 2048 * (numbers * 512 - 4 * 8)
+
+
+def test_kept_queries_are_held_twice_where_sequences_come_behind_tokens():
+    """Two sequences of a part and gathers over `tensor`; seven layers of eight."""
+    twice = 2 * 4 * 1024 * (4 + 2 * 2) * 64 * 7
+    assert peak._transposed(config(remat="outputs")) == peak._transposed(config(remat="matmuls", interleave=2)) == twice
+    for change in ({"remat": "attention"}, {"remat": "matmuls", "sequence_parallel": False}, {"remat": "matmuls", "interleave": 4}):
+        assert peak._transposed(config(**change)) == 0
 
 
 def test_buffers_are_told_apart_by_shape_and_origin():
