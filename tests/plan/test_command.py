@@ -10,6 +10,7 @@ from jaxpar.plan import compile as compiling
 from jaxpar.plan import hardware, knobs, show, simulate
 
 RUN = Path(__file__).parents[2] / "configs" / "runs" / "llama3_8b_h100x8.yaml"
+H100 = RUN.parents[1] / "hardware" / "h100_sxm.yaml"
 
 
 class Compiles(Exception):
@@ -33,6 +34,10 @@ def no_compiler(monkeypatch):
         (["--json", "FOLDER"], "FOLDER: is a folder, not a file to write"),
         (["--trace", "FOLDER/none/trace.json"], "FOLDER/none/trace.json: there is no folder FOLDER/none to write it in"),
         (["--hlo", "FOLDER/file/step.hlo"], "FOLDER/file/step.hlo: there is no folder FOLDER/file to write it in"),
+        (["--png", ""], "--png: '' is not a file's name"),
+        (["--json", "FOLDER/a", "--trace", "./a"], "--trace: ./a: --json is written there; give another name"),
+        (["--json", str(RUN)], f"--json: {RUN}: that is what was read; give another name"),
+        (["--gpu", str(H100), "--hlo", str(H100)], f"--hlo: {H100}: that is what was read; give another name"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -45,7 +50,11 @@ def test_targets_that_cannot_be_written(arguments, message, tmp_path, monkeypatc
     assert [each.name for each in tmp_path.iterdir()] == ["file"]
 
 
-@pytest.mark.parametrize("arguments", [[], ["--json", "-"], ["--hlo", "step.hlo", "--png", "layer.png"]], ids=" ".join)
+@pytest.mark.parametrize(
+    "arguments",
+    [[], ["--json", "-"], ["--hlo", "step.hlo", "--png", "layer.png"], ["--json", "/dev/null", "--hlo", "/dev/null"]],
+    ids=" ".join,
+)
 def test_targets_that_can_be_written(arguments, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(Compiles):
@@ -66,7 +75,7 @@ def compiles(monkeypatch):
         return []
 
     monkeypatch.setattr(compiling, "compile_run", compile_run)
-    monkeypatch.setattr(simulate, "simulate", lambda *a: None)
+    monkeypatch.setattr(simulate, "simulate", lambda *a: types.SimpleNamespace(events=[]))
     monkeypatch.setattr(compiling, "report", lambda *a: {"fits": done.fits, "usable": 75 << 30, "memory": {"attention_workspace": 0}})
     monkeypatch.setattr(show, "text", lambda *a: "the report")
     monkeypatch.setattr(knobs, "compare", compare)
@@ -85,6 +94,15 @@ def test_alternatives_are_compiled_when_asked_for_and_when_it_does_not_fit(compi
     assert cli.main(["compile", str(RUN)]) == 0
     assert set(compiles.alternatives) == lighter
     assert capsys.readouterr().out == "the report\n" * 3
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="/dev/full stands for a full disk")
+def test_a_full_disk_takes_one_file_and_not_the_others(compiles, tmp_path, capsys):
+    trace = tmp_path / "trace.json"
+    assert cli.main(["compile", str(RUN), "--json", "/dev/full", "--trace", str(trace)]) == 2
+    out, err = capsys.readouterr()
+    assert out == "the report\n" and "traceEvents" in trace.read_text()
+    assert err == "jaxpar: error: /dev/full: No space left on device\n"
 
 
 @pytest.mark.parametrize(
