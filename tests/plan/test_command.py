@@ -122,8 +122,15 @@ def test_the_cluster_that_was_asked_for(options, cluster, compiles):
         ((None, 16), "--gpus-per-node: hosts of 16 GPUs cannot make the 8 of the mesh; use one of 1, 2, 4, 8"),
         ((None, 0), "--gpus-per-node: 0 must be at least 1"),
         ((0, None), "--nodes: 0 must be at least 1"),
+        ((1, None), "--nodes: 1 hosts of 8 GPUs, as h100_sxm has them, cannot make the 16 of .* use 2 or more, .* --gpus-per-node 16"),
     ],
 )
 def test_hosts_that_cannot_make_the_mesh(given, message):
     with pytest.raises(ValueError, match=f"^{message}$"):
-        compiling.cluster(configfile.load(RUN, []), hardware.load("h100"), *given)
+        compiling.cluster(configfile.load(RUN, ["mesh.data=16"] if given == (1, None) else []), hardware.load("h100"), *given)
+
+
+def test_a_larger_host_is_one_that_was_asked_for():
+    config = configfile.load(RUN, ["mesh.data=16"])
+    assert compiling.cluster(config, hardware.load("h100"), 1, 16) == (1, 16)
+    assert compiling.cluster(config, hardware.load("h100"), 16, None) == (16, 1)
