@@ -120,13 +120,22 @@ def compile_run(config: Config, hardware: Hardware, nodes: int | None = None, gp
         try:
             compiled = lowered.compile(compiler_options=options)
         except jax.errors.JaxRuntimeError as error:
-            if "compile option" in str(error) or "While setting option" in str(error):
-                raise ValueError(f"gpu.flags: {str(error).partition(': ')[2] or error}") from None
+            if refusal := _refusal(str(error)):
+                raise ValueError(refusal) from None
             raise
         compile_seconds = time.perf_counter() - start
         alive = buffers.read_dump(Path(folder))
     sizes, flops = compiled.memory_analysis(), kernels.kernel_flops(traced.jaxpr)
     return Compiled(config, hardware, mesh, training, compiled.as_text(), sizes, alive, flops, lower_seconds, compile_seconds)
+
+
+def _refusal(error: str) -> str:
+    """What a user can mend of an error of XLA's compiler, as one line; "" of any other."""
+    if "compile option" in error or "While setting option" in error:
+        return f"gpu.flags: {error.partition(': ')[2] or error}"
+    if "output file" in error or "No space left" in error:  # ptxas and XLA write there
+        return f"TMPDIR: XLA cannot write its temporary files; free some space, or name another folder: {' '.join(error.split())}"
+    return ""
 
 
 @contextlib.contextmanager

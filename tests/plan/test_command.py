@@ -134,3 +134,12 @@ def test_a_larger_host_is_one_that_was_asked_for():
     config = configfile.load(RUN, ["mesh.data=16"])
     assert compiling.cluster(config, hardware.load("h100"), 1, 16) == (1, 16)
     assert compiling.cluster(config, hardware.load("h100"), 16, None) == (16, 1)
+
+
+def test_errors_of_the_compiler_that_a_user_can_mend():
+    """As XLA words them; what is its own failure stays one."""
+    refusal = compiling._refusal
+    assert refusal("INVALID_ARGUMENT: No such compile option: 'xla_oops'") == "gpu.flags: No such compile option: 'xla_oops'"
+    full = "INTERNAL: ptxas exited with non-zero error code 65280, output: ptxas fatal   : Could not open output file '/no/tmpxft_1'\n\n"
+    assert refusal(full).startswith("TMPDIR: XLA cannot write its temporary files") and "\n" not in refusal(full)
+    assert refusal("INTERNAL: RET_CHECK failure") == ""
