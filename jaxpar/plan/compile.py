@@ -165,7 +165,7 @@ def report(compiled: Compiled, simulation: simulate.Simulation | None = None) ->
     """
     config = compiled.config
     held = memory.measure(config, compiled.training, compiled.text, compiled.sizes, compiled.alive)
-    rows, unexpected = sent.compare(compiled.text, compiled.mesh, formulas.step_traffic(config))
+    rows, unexpected = sent.compare(compiled.text, compiled.mesh, formulas.step_traffic(config, compiled=True))
     done = work.measure(compiled.text, compiled.kernel_flops)
     usable = usable_bytes(compiled.hardware)
     return {
