@@ -96,7 +96,9 @@ def verdict(compiled: Compiled, report: dict[str, Any], tried: Sequence[knobs.Al
         elif best.fits:
             lines.append(f"helps most: {best.change}: fits with {gib(usable - best.need)} GiB to spare, {best.step_seconds:.3f} s a step")
         else:
-            lines.append(f"helps most: {best.change}: still {gib(best.need - usable)} GiB over; more GPUs, or a larger mesh.tensor")
+            lines.append(f"helps most: {best.change}: still {gib(best.need - usable)} GiB over; more GPUs, or shorter sequences")
+    elif not report["fits"]:
+        lines.append("nothing lighter is left to try on as many GPUs: more of them, shorter sequences, or a smaller model")
     return "\n".join(lines)
 
 
