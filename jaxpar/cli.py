@@ -97,7 +97,7 @@ def _compile(args: argparse.Namespace) -> int:
     jax.config.update("jax_platforms", "cpu")  # compiling needs the CUDA plugin and no GPU; one that is there stays free
     from jaxpar.plan import command
 
-    return command.run(config, command.Request(**{name: getattr(args, name) for name in command.Request.__dataclass_fields__}))
+    return command.run(config, command.Request(**{name: getattr(args, name) for name in command.Request.__dataclass_fields__}), args.run)
 
 
 def _tokenize(args: argparse.Namespace) -> int:

@@ -83,12 +83,18 @@ def devices(hardware: Hardware, nodes: int, gpus_per_node: int) -> Sequence[Any]
 
 def cluster(config: Config, hardware: Hardware, nodes: int | None, gpus_per_node: int | None) -> tuple[int, int]:
     """(nodes, GPUs a node): as given, else as many as the mesh needs, hosts as full as their number allows."""
-    total = config.mesh.devices
+    total, asked = config.mesh.devices, gpus_per_node
     if gpus_per_node is None:
         gpus_per_node = total // nodes if nodes and total % nodes == 0 else math.gcd(hardware.gpus_per_node, total)
     for name, value in (("--nodes", nodes), ("--gpus-per-node", gpus_per_node)):
         if value is not None and value < 1:
             raise ValueError(f"{name}: {value} must be at least 1")
+    if asked is None and gpus_per_node > hardware.gpus_per_node:  # one NVLink domain of 64 must not come about unasked
+        least = min(n for n in divisors(total) if total // n <= hardware.gpus_per_node)
+        raise ValueError(
+            f"--nodes: {nodes} hosts of {hardware.gpus_per_node} GPUs, as {hardware.name} has them, cannot make the {total} of the mesh; "
+            f"use {least} or more, or say how many a host has: --gpus-per-node {gpus_per_node}"
+        )
     if nodes is None and total % gpus_per_node:
         sizes = ", ".join(str(n) for n in divisors(total) if n <= hardware.gpus_per_node)
         raise ValueError(f"--gpus-per-node: hosts of {gpus_per_node} GPUs cannot make the {total} of the mesh; use one of {sizes}")
@@ -114,13 +120,22 @@ def compile_run(config: Config, hardware: Hardware, nodes: int | None = None, gp
         try:
             compiled = lowered.compile(compiler_options=options)
         except jax.errors.JaxRuntimeError as error:
-            if "compile option" in str(error) or "While setting option" in str(error):
-                raise ValueError(f"gpu.flags: {str(error).partition(': ')[2] or error}") from None
+            if refusal := _refusal(str(error)):
+                raise ValueError(refusal) from None
             raise
         compile_seconds = time.perf_counter() - start
         alive = buffers.read_dump(Path(folder))
     sizes, flops = compiled.memory_analysis(), kernels.kernel_flops(traced.jaxpr)
     return Compiled(config, hardware, mesh, training, compiled.as_text(), sizes, alive, flops, lower_seconds, compile_seconds)
+
+
+def _refusal(error: str) -> str:
+    """What a user can mend of an error of XLA's compiler, as one line; "" of any other."""
+    if "compile option" in error or "While setting option" in error:
+        return f"gpu.flags: {error.partition(': ')[2] or error}"
+    if "output file" in error or "No space left" in error:  # ptxas and XLA write there
+        return f"TMPDIR: XLA cannot write its temporary files; free some space, or name another folder: {' '.join(error.split())}"
+    return ""
 
 
 @contextlib.contextmanager
@@ -139,7 +154,7 @@ def _without_cache() -> Iterator[None]:
 def report(compiled: Compiled, simulation: simulate.Simulation | None = None) -> dict[str, Any]:
     """Memory, traffic, work and simulated time of one GPU: nested dicts, lists and numbers, in bytes, FLOPs and seconds.
 
-    run          what was compiled: `gpu`, `gpus`, and the settings of `mesh`, `model` and `train`
+    run          what was compiled: `gpu`, `gpus`, `nodes`, and the settings of `mesh`, `model` and `train`
     memory       see `memory.measure`; `fits` in the `usable` bytes, cuDNN's workspace included
     collectives  {axis, kind, asynchronous, count, bytes, expected_bytes}, `bytes` sent by one GPU over a ring; `unexpected` with sources
     flops        {program, model}
@@ -150,13 +165,14 @@ def report(compiled: Compiled, simulation: simulate.Simulation | None = None) ->
     """
     config = compiled.config
     held = memory.measure(config, compiled.training, compiled.text, compiled.sizes, compiled.alive)
-    rows, unexpected = sent.compare(compiled.text, compiled.mesh, formulas.step_traffic(config))
+    rows, unexpected = sent.compare(compiled.text, compiled.mesh, formulas.step_traffic(config, compiled=True))
     done = work.measure(compiled.text, compiled.kernel_flops)
     usable = usable_bytes(compiled.hardware)
     return {
         "run": {
             "gpu": compiled.hardware.name,
             "gpus": config.mesh.devices,
+            "nodes": len(set(simulate.hosts(compiled.mesh).tolist())),
             **{name: dataclasses.asdict(getattr(config, name)) for name in ("mesh", "model", "train")},
         },
         "memory": held,

@@ -46,13 +46,14 @@ def _scalar_dtype(config: Config) -> str:
     return "float64" if config.train.compute_dtype == "float64" else "float32"
 
 
-def step_traffic(config: Config) -> list[Collective]:
-    """Every collective of one training step, in no particular order.
+def step_traffic(config: Config, compiled: bool = False) -> list[Collective]:
+    """Every collective of one training step, in no particular order: as it is written, or as it is `compiled`, where XLA drops the gathers
+    of biases that nobody reads.
 
     `element-wise` optimizers (adamw, lion, sgd) send nothing. XLA may move what a loop repeats unchanged out of it: ZeRO-3's gathers of
     embedding, norm, head, first and last layer then happen once a step instead of once a microbatch.
     """
-    found = [each for weight in weights(config) for each in [*_gathers(config, weight), *_reductions(config, weight)]]
+    found = [each for weight in weights(config) for each in [*_gathers(config, weight, compiled), *_reductions(config, weight)]]
     return [
         *found,
         *_activations(config),
@@ -64,7 +65,7 @@ def step_traffic(config: Config) -> list[Collective]:
     ]
 
 
-def _gathers(config: Config, weight: Weight) -> list[Collective]:
+def _gathers(config: Config, weight: Weight, compiled: bool) -> list[Collective]:
     """Weights made whole."""
     train, a, layers = config.train, config.train.accumulation, weight.layers
     if not weight.split:
@@ -84,8 +85,19 @@ def _gathers(config: Config, weight: Weight) -> list[Collective]:
     if not layers:
         return gather("once a microbatch", a, weight.elements)
     forward = [*gather("first layer", a, weight.elements), *gather("one layer ahead", a * (layers - 1), weight.elements)]
+    if compiled and not _read_backward(config, weight):
+        return forward
     again = a if train.remat == "block" and "/mlp/" in weight.name else 0
     return [*forward, *gather("one layer ahead", a * (layers - 1), weight.elements), *gather("last layer again", again, weight.elements)]
+
+
+def _read_backward(config: Config, weight: Weight) -> bool:
+    """Whether a layer's backward reads a weight: all but biases whose sums it does not compute again, as what one layer gives to the next.
+    Experts' biases are factors of products, which it reads."""
+    if weight.role != "bias" or (config.model.moe.experts and "/mlp/" in weight.name):
+        return True
+    chunked = 0 < config.train.mlp_chunk < config.data.sequence // config.mesh.seq and "/mlp/" in weight.name
+    return not weight.name.endswith("/down_bias") and (config.train.remat != "none" or chunked)
 
 
 def _reductions(config: Config, weight: Weight) -> list[Collective]:

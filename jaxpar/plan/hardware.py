@@ -15,6 +15,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
+
 from jaxpar import configfile
 
 FOLDER = Path(__file__).parent.parent / "hardware"  # configs/hardware, which the wheel holds too
@@ -144,6 +146,8 @@ def _hardware(name: str, raw: Mapping[str, Any]) -> Hardware:
     _needs("target: ", raw["target"], set(TARGET))
     if missing := [dtype for dtype in PEAKS if dtype not in raw["peak_flops"]]:
         raise ValueError(f"peak_flops: {', '.join(missing)} missing")
+    if strange := [str(dtype) for dtype in raw["peak_flops"] if not _is_dtype(str(dtype))]:  # else "tf32" is never looked up
+        raise ValueError(f"peak_flops: {', '.join(strange)} is not numpy's name of a dtype, such as float8_e4m3fn, nor tfloat32")
     for section, kind in SECTIONS.items():
         _needs(f"{section}: ", raw[section], {each.name for each in fields(kind)})
     _check_numbers({key: value for key, value in raw.items() if key not in ("description", "sources")})
@@ -151,6 +155,13 @@ def _hardware(name: str, raw: Mapping[str, Any]) -> Hardware:
         raise ValueError(f"sources: {', '.join(missing)} without a source")
     built: dict[str, Any] = {key: SECTIONS[key](**value) if key in SECTIONS else value for key, value in raw.items()}
     return Hardware(name=name, **built)
+
+
+def _is_dtype(name: str) -> bool:
+    try:
+        return name == "tfloat32" or jnp.dtype(name).name == name
+    except TypeError:
+        return False
 
 
 def _needs(where: str, section: Mapping[str, Any], wanted: set[str]) -> None:

@@ -18,7 +18,7 @@ import jax
 from jaxpar import rules
 from jaxpar.config import REMAT, Config
 from jaxpar.plan import compile as compiling
-from jaxpar.plan import memory, peak
+from jaxpar.plan import formulas, memory, peak
 from jaxpar.plan.hardware import Hardware
 
 
@@ -65,8 +65,8 @@ def _predicted(config: Config, **train: Any) -> int:
 
 def lighter(config: Config, usable: int = 0) -> dict[str, Config]:
     """One knob each: less kept for the backward, more sharded, smaller microbatches (the next number, and the first whose predicted peak is
-    within `usable` bytes), a smaller chunk of the loss, narrower gradients; and last all that ZeRO, accumulation and recomputation can do
-    together."""
+    within `usable` bytes), a smaller chunk of the loss, narrower gradients, twice as many devices in a tensor group where microbatches
+    cannot be smaller; and last all that ZeRO, accumulation and recomputation can do together."""
     train, mesh = config.train, config.mesh
     policies = REMAT[REMAT.index(train.remat) + 1 :]
     changes: list[Change] = [{"train.remat": policy} for policy in dict.fromkeys((*policies[:1], *policies[-1:]))]
@@ -79,10 +79,12 @@ def lighter(config: Config, usable: int = 0) -> dict[str, Config]:
         changes.append({"train.interleave": 1, "train.accumulation": train.accumulation * train.interleave})
     if train.loss_chunk > 512:
         changes.append({"train.loss_chunk": train.loss_chunk // 2})
-    if train.reduce_dtype == "float32" and train.compute_dtype == "bfloat16":
+    if train.reduce_dtype == "float32" and train.compute_dtype == "bfloat16" and formulas.replicas(config) > 1:
         changes.append({"train.reduce_dtype": "bfloat16"})
     if mesh.tensor > 1 and not train.sequence_parallel:
         changes.append({"train.sequence_parallel": True})
+    if not finer and mesh.data % 2 == 0:  # a sequence a device is the least: then more devices must share one
+        changes.append({"mesh.data": mesh.data // 2, "mesh.tensor": 2 * mesh.tensor, "train.accumulation": 2 * train.accumulation})
     most: Change = {
         "zero": 3 if mesh.data > 1 else train.zero,
         "accumulation": finer[-1] if finer else train.accumulation,

@@ -48,7 +48,7 @@ def compare(text: str, mesh: Mesh, expected: Iterable[Collective]) -> tuple[list
                 "expected_bytes": round(wanted[axes, kind]),
             }
         )
-    return rows, _unexpected(groups, wanted, sources(text))
+    return rows, _unexpected(groups, wanted, sources(text), _asked(text))
 
 
 def missing(rows: Iterable[Row]) -> list[Row]:
@@ -56,23 +56,31 @@ def missing(rows: Iterable[Row]) -> list[Row]:
     return [row for row in rows if row["bytes"] < row["expected_bytes"] * (1 - 1e-6)]
 
 
-def _unexpected(groups: dict[tuple[tuple[str, ...], str], list[Collective]], wanted: dict[Any, float], where: dict[str, str]) -> list[Row]:
-    """What exceeds `wanted`: of a kind and axes that the formulas do not have all of it, a row for each source; else the excess in one row
+def _unexpected(
+    groups: dict[tuple[tuple[str, ...], str], list[Collective]], wanted: dict[Any, float], where: dict[str, str], asked: set[str]
+) -> list[Row]:
+    """What exceeds `wanted`: of a kind and axes that the formulas do not have all of it, a row for each source. Else what XLA added where
+    no program `asked` (as for an optimizer that looks at whole matrices): likewise where that is all of the excess, in one row with every
+    source where it is more, as for operations that XLA combined. And where the program asked for too much itself, the excess in one row
     with every source that sends some of it, the largest first, since nothing tells which of them is too much."""
     found = []
     for (axes, kind), group in groups.items():
         total, formula = sum(each.bytes for each in group), wanted.get((axes, kind), 0.0)
-        if total <= formula * (1 + 1e-6):
+        if (excess := total - formula) <= 1e-6 * formula:
             continue
+        added = [each for each in group if each.frame not in asked]
+        extra = sum(each.bytes for each in added)
+        if asked and extra >= excess * (1 - 1e-6):
+            group = added
         places: dict[str, list[Collective]] = defaultdict(list)
         for each in group:
             places[f"{where[each.frame]} ({each.source})" if each.frame in where else each.source].append(each)
         ordered = sorted(places.items(), key=lambda item: -sum(each.bytes for each in item[1]))
-        if formula:
+        alone = sum(each.bytes for each in group) <= excess * (1 + 1e-6)
+        if not alone:
             ordered = [(" or ".join(name for name, _ in ordered), group)]
         for source, here in ordered:
-            size = sum(each.bytes for each in here) - formula
-            count = sum(each.count for each in here)
+            size, count = sum(each.bytes for each in here) if alone else excess, sum(each.count for each in here)
             found.append({"axis": _axis(axes), "kind": kind, "count": count, "bytes": round(size), "source": source})
     return found
 
@@ -83,6 +91,22 @@ WRAPPERS = "jaxpar/parallel/collectives.py"  # every collective is called there,
 def sources(text: str) -> dict[str, str]:
     """Number of a stack frame -> "file:line", the innermost outside of the collectives' wrappers; and where that is not a model's file,
     " in file:line" of the innermost of a model that called it."""
+    found = {}
+    for number, places in _stacks(text).items():
+        outside = [place for place in places if place[0] != WRAPPERS] or places
+        model = next((place for place in outside if place[0].startswith("jaxpar/models/")), outside[0])
+        called = "" if model == outside[0] else f" in {':'.join(model)}"
+        found[number] = f"{':'.join(outside[0])}{called}"
+    return found
+
+
+def _asked(text: str) -> set[str]:
+    """The stack frames in which a program called for a collective, for it can by the wrappers alone; XLA adds others."""
+    return {number for number, places in _stacks(text).items() if any(file == WRAPPERS for file, _ in places)}
+
+
+def _stacks(text: str) -> dict[str, list[tuple[str, str]]]:
+    """Number of a stack frame -> (file, line) of it and of what called it, the innermost first."""
     names = dict(re.findall(r'^(\d+) "([^"]*)"$', _table(text, "FileNames"), re.M))
     locations = {
         number: (_short(names.get(file, "?")), line)
@@ -104,10 +128,7 @@ def sources(text: str) -> dict[str, str]:
             location, parent = frames[frame]
             places.append(locations.get(location, ("?", "0")))
             frame = parent - shift
-        outside = [place for place in places if place[0] != WRAPPERS] or places
-        model = next((place for place in outside if place[0].startswith("jaxpar/models/")), outside[0])
-        called = "" if model == outside[0] else f" in {':'.join(model)}"
-        found[str(number)] = f"{':'.join(outside[0])}{called}"
+        found[str(number)] = places
     return found
 
 

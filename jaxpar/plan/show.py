@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,7 +26,7 @@ def text(compiled: Compiled, report: dict[str, Any], tried: Sequence[knobs.Alter
     config, hardware, train = compiled.config, compiled.hardware, compiled.config.train
     mesh = " × ".join(f"{axis} {size}" for axis, size in compiled.mesh.shape.items() if size > 1) or "one GPU"
     head = (
-        f"{config.mesh.devices} × {hardware.description}, {mesh}, ZeRO-{train.zero}, remat {train.remat}, "
+        f"{config.mesh.devices} × {hardware.description}{_hosts(compiled, report)}, {mesh}, ZeRO-{train.zero}, remat {train.remat}, "
         f"{train.batch} × {config.data.sequence} tokens a step in {train.accumulation} microbatches"
         f"{f', interleaved in {train.interleave}' if train.interleave > 1 else ''}; "
         f"lowered in {compiled.lower_seconds:.1f} s, compiled in {compiled.compile_seconds:.1f} s"
@@ -33,6 +34,12 @@ def text(compiled: Compiled, report: dict[str, Any], tried: Sequence[knobs.Alter
     return "\n".join(
         [head, _memory(config, report), verdict(compiled, report, tried), _traffic(report), _work(config, report), _time(report)]
     )
+
+
+def _hosts(compiled: Compiled, report: dict[str, Any]) -> str:
+    """How many hosts there are, where that is not as many as GPUs of this kind come in."""
+    nodes, gpus = report["run"]["nodes"], compiled.config.mesh.devices
+    return "" if nodes == gpus / math.gcd(gpus, compiled.hardware.gpus_per_node) else f" on {nodes} hosts of {gpus // nodes}"
 
 
 def _memory(config: Config, report: dict[str, Any]) -> str:
@@ -89,7 +96,9 @@ def verdict(compiled: Compiled, report: dict[str, Any], tried: Sequence[knobs.Al
         elif best.fits:
             lines.append(f"helps most: {best.change}: fits with {gib(usable - best.need)} GiB to spare, {best.step_seconds:.3f} s a step")
         else:
-            lines.append(f"helps most: {best.change}: still {gib(best.need - usable)} GiB over; more GPUs, or a larger mesh.tensor")
+            lines.append(f"helps most: {best.change}: still {gib(best.need - usable)} GiB over; more GPUs, or shorter sequences")
+    elif not report["fits"]:
+        lines.append("nothing lighter is left to try on as many GPUs: more of them, shorter sequences, or a smaller model")
     return "\n".join(lines)
 
 

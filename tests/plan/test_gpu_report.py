@@ -114,7 +114,8 @@ def test_the_command_writes_its_report(command):
     report, folder, _ = command
     keys = {"run", "memory", "collectives", "unexpected", "flops", "time", "compile_seconds", "fits"}
     assert keys <= set(report) and report["compile_seconds"] > 0
-    assert report["run"]["gpus"] == 64 and report["run"]["mesh"]["tensor"] == 8 and report["run"]["model"]["layers"] == 32
+    assert (report["run"]["gpus"], report["run"]["nodes"]) == (64, 8)
+    assert report["run"]["mesh"]["tensor"] == 8 and report["run"]["model"]["layers"] == 32
     assert {"arguments", "temporaries", "peak", "predicted_peak", "parts"} <= set(report["memory"])
     for row in report["collectives"]:
         assert set(row) == {"axis", "kind", "asynchronous", "count", "bytes", "expected_bytes"}

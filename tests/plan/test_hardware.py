@@ -44,6 +44,7 @@ def test_unknown_gpu_lists_the_known_ones():
         ("  core_count: 132", "  core_count: 132.5", "target.core_count: 132.5 is not a whole number"),
         ("  bfloat16: 989.4e12\n", "", "peak_flops: bfloat16 missing"),
         ("  float32: 66.9e12\n", "", "peak_flops: float32 missing"),
+        ("  tfloat32: 494", "  tf32: 494", "peak_flops: tf32 is not numpy's name of a dtype"),
         ("\nmemory: 84942979072", "\nmemory: 0", "memory: 0 must be above 0"),
         ("\nmemory: 84942979072", "\nmemory: 80e9", "memory: 80000000000.0 is not a whole number"),
         ("gpus_per_node: 8", "gpus_per_node: true", "gpus_per_node: True is not a number"),

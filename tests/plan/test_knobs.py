@@ -1,7 +1,9 @@
 """Which alternatives are tried, and which is called best."""
 
+import types
+
 from jaxpar.config import Config, DataConfig, MeshShape, ModelConfig, TrainConfig
-from jaxpar.plan import knobs, peak
+from jaxpar.plan import hardware, knobs, peak, show
 from jaxpar.plan.knobs import Alternative
 
 MODEL = ModelConfig(vocabulary=1024, width=64, layers=2, heads=8, kv_heads=4, mlp_width=128)
@@ -30,7 +32,9 @@ def test_every_memory_knob_that_is_left_is_tried():
 
 def test_what_is_set_already_is_not_tried_again():
     least = config(zero=3, accumulation=8, remat="block", loss_chunk=512, reduce_dtype="bfloat16")
-    assert knobs.lighter(least) == {}
+    assert list(knobs.lighter(least)) == ["mesh.data=1 mesh.tensor=4 train.accumulation=16"]
+    alone = config(data=1, tensor=1, zero=3, accumulation=16, remat="block", loss_chunk=512)
+    assert knobs.lighter(alone) == {}, "one device reduces nothing, in whatever dtype"
     assert "train.zero=3" not in knobs.lighter(config(data=1))
 
 
@@ -104,3 +108,12 @@ def test_from_the_ring_to_interleaved_parts():
     changes = knobs.faster(config(collective_matmul=True))
     both = changes["train.collective_matmul=false train.interleave=2"].train
     assert both.interleave == 2 and not both.collective_matmul and "train.collective_matmul=false" in changes
+
+
+def test_the_verdict_says_so_where_nothing_is_left_to_try():
+    compiled = types.SimpleNamespace(hardware=hardware.load("h100"))
+    full = {"memory": {"peak": 90 << 30, "attention_workspace": 0}, "usable": 75 << 30, "fits": False, "time": {"step_seconds": 1.0}}
+    assert "does not fit: 15.00 GiB over" in (said := show.verdict(compiled, full)) and "nothing lighter is left to try" in said
+    least = Alternative("train.remat=block", 80 << 30, 80 << 30, False, 1.2)
+    assert "helps most: train.remat=block: still 5.00 GiB over; more GPUs" in show.verdict(compiled, full, [least])
+    assert "nothing lighter" not in show.verdict(compiled, {**full, "fits": True})

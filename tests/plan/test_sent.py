@@ -117,3 +117,15 @@ def test_frames_whose_parents_are_not_shifted():
 def test_a_program_without_frames():
     text = re.sub(r" stack_frame_id=\d+", "", TEXT).replace("StackFrames", "Nothing")
     assert {each["source"] for each in sent.compare(text, MESH, [])[1]} == {"jit(step)/all_gather", "jit(step)/rule"}
+
+
+def test_what_xla_added_is_told_from_what_was_asked_for():
+    """What went through no wrapper is the only suspect of an excess that it explains; of a larger one all are."""
+    added = TEXT.replace(gather("c", DATA, "jit(step)/rule", 1), gather("c", TENSOR, "jit(step)/rule", 1))
+    assert sent.compare(added, MESH, [formula(("tensor",), 4, 600)])[1] == [
+        {"axis": "tensor", "kind": "all_gather", "count": 1, "bytes": 300, "source": "optax/rule.py:7 (jit(step)/rule)"}
+    ]
+    (part,) = sent.compare(added, MESH, [formula(("tensor",), 4, 800)])[1]
+    assert (part["bytes"], part["source"]) == (100, "optax/rule.py:7 (jit(step)/rule)")
+    (all_of_them,) = sent.compare(added, MESH, [formula(("tensor",), 4, 500)])[1]
+    assert (all_of_them["bytes"], all_of_them["count"], all_of_them["source"].count(" or ")) == (400, 3, 2)

@@ -72,6 +72,15 @@ def test_a_compiled_step_sends_exactly_what_the_formulas_say(run):
         assert key[0] == "all_reduce" or total.count == expected[key].count
 
 
+@pytest.mark.parametrize("remat", ["none", "matmuls"])
+def test_xla_drops_the_biases_that_no_backward_reads(remat):
+    """A step as written gathers all of a layer again; as compiled not the last bias, or none of them where their sums are kept."""
+    run = config(4, 2, zero=3, remat=remat, model=dataclasses.replace(HOSTILE, layers=5, dropout=0.0))
+    found, key = summary(measured(run).sent), ("all_gather", ("data",), "float32")
+    assert found[key].payload == summary(formulas.step_traffic(run, compiled=True))[key].payload
+    assert found[key].payload < summary(formulas.step_traffic(run))[key].payload
+
+
 def test_compiled_zero_0_reduces_its_gradients_in_one_operation_for_four_microbatches():
     run = level(0)
     assert run.train.accumulation == 4
