@@ -1,5 +1,7 @@
 """Small training steps compiled for 8 to 64 GPUs: what they send is what the formulas say, to the byte, and nothing else."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -9,7 +11,7 @@ from jax.experimental.pallas import triton
 from jaxpar import gpu
 from jaxpar.config import GpuConfig
 from jaxpar.plan import compile as compiling
-from jaxpar.plan import formulas, hardware, kernels, sent, work
+from jaxpar.plan import formulas, hardware, kernels, sent, traffic, work
 from tests.plan.gpu import MARKS
 from tests.plan.gpu_runs import RUNS
 
@@ -33,9 +35,31 @@ def test_bytes_by_axis_and_kind_are_those_of_the_formulas(label, h100):
     assert work.measure(compiled.text).flops <= limit * work.model_flops(config) / config.mesh.devices
 
 
-def test_the_formulas_of_another_run_do_not_match(h100):
+@pytest.fixture(scope="module")
+def small(h100):
+    """A layer's weights and gradients are a few MiB."""
+    return compiling.compile_run(RUNS["4-2-3-False-2-none-1-float32"], h100)
+
+
+def test_small_collectives_are_combined_as_the_flags_say(small, h100):
+    """A layer's gathers travel as one, and its gradients; with thresholds of a byte each goes alone. The bytes are the same."""
+    kinds = ("all_gather", "reduce_scatter", "all_reduce")
+    apart = GpuConfig(flags=tuple(f"xla_gpu_{kind}_combine_threshold_bytes=1" for kind in kinds))
+    alone = compiling.compile_run(dataclasses.replace(small.config, gpu=apart), h100)
+    counts, sizes = ([dict.fromkeys(kinds, 0) for _ in range(2)] for _ in range(2))
+    for number, compiled in enumerate((small, alone)):
+        for each in traffic.collectives(compiled.text, compiled.mesh):
+            if each.kind in kinds:
+                counts[number][each.kind] += each.count
+                sizes[number][each.kind] += each.bytes
+    assert sizes[0] == sizes[1]
+    assert counts[1]["all_gather"] >= 7 * counts[0]["all_gather"] and counts[1]["reduce_scatter"] >= 7 * counts[0]["reduce_scatter"]
+    assert counts[1]["all_reduce"] > counts[0]["all_reduce"]
+
+
+def test_the_formulas_of_another_run_do_not_match(small):
     """Negative control: what the formulas do not have is listed with its source."""
-    compiled = compiling.compile_run(RUNS["4-2-3-False-2-none-1-float32"], h100)
+    compiled = small
     rows, unexpected = sent.compare(compiled.text, compiled.mesh, formulas.step_traffic(RUNS["4-2-0-True-2-attention-2-float32"]))
     assert any(row["bytes"] != row["expected_bytes"] for row in rows)
     assert not any("jaxpar/parallel/collectives.py:" in each["source"] for each in unexpected)
