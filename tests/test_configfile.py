@@ -46,8 +46,6 @@ SIZES = {
     "llama3-405b": 405_853_388_800,
     "mixtral-8x7b": 46_702_792_704,
     "qwen3-30b-a3b": 30_532_122_624,
-    "mixtral-8x7b": 46_702_792_704,
-    "qwen3-30b-a3b": 30_532_122_624,
 }
 
 
@@ -79,7 +77,7 @@ def test_every_preset_loads(path):
 
 def test_deepseek_presets():
     """The real size has DeepSeek-V3's published parameters, 671,026,419,200, but for attention: 11,413,547,008 of its latent one (technical
-    report, section 4.2: ranks 1536 and 512, heads of 128 + 64, 128 heads) against those of plain grouped queries here. The tiny one trains as it is."""
+    report, section 4.2: ranks 1536 and 512, heads of 128 + 64, 128 heads) against those of plain grouped queries here."""
     real, tiny = (configfile.load(DEMO, [f"model={{preset: {name}}}"]).model for name in ("deepseek-v3-style", "deepseek-style-tiny"))
     latent = 7168 * 1536 + 1536 + 1536 * 128 * 192 + 7168 * (512 + 64) + 512 + 512 * 128 * 256 + 128 * 128 * 7168
     plain = 7168 * 128 * 128 * 2 + 7168 * 128 * 16 * 2

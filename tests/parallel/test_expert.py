@@ -224,8 +224,8 @@ def test_padded_exchange_has_the_semantics_of_the_ragged_one():
 
 
 def test_the_real_exchange_gets_what_the_padded_one_gets(monkeypatch):
-    """`ragged_all_to_all` exists on GPUs alone and is not run here. Up to the call the program is one: for "gpu" JAX's primitive is given, value
-    for value, the rows, offsets and sizes that the padded exchange of "cpu" is given and is held to by the test above."""
+    """`ragged_all_to_all` exists on GPUs alone and is not run here. Up to the call the program is one: for "gpu" JAX's primitive is given,
+    value for value, the rows, offsets and sizes that the padded exchange of "cpu" is given, whose meaning the test above has by hand."""
     from jax import lax
 
     seen: dict[str, list] = {"cpu": [], "gpu": []}

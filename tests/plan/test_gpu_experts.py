@@ -55,8 +55,8 @@ def matmuls(program, instruction):
 
 
 def behind(text):
-    """Of the loops over layers, the forward's and then the backward's: for each exchange of rows between its start and its done, in the order
-    of the program, (loops over an expert's matmuls, matmuls of the shared expert) that stand between."""
+    """Of the loops over layers, the forward's and then the backward's: for each exchange of rows, in the order in which they arrive, what
+    stands between its start and its done: (loops over an expert's matmuls, matmuls of the shared expert)."""
     program, found = parse(text), []
     for computation in program.computations.values():
         begun: dict[str, list] = {}
