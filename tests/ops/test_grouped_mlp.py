@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxpar.ops.grouped_matmul import grouped_matmul
-from jaxpar.ops.grouped_mlp import grouped_mlp
+from jaxpar.ops.grouped_mlp import grouped_mlp, in_sequence
 from jaxpar.ops.mlp import gated
 from jaxpar.plan.work import measure
 
@@ -65,6 +65,37 @@ def test_bfloat16():
     for a, b in zip(got, program(three, "silu", 8)(wide[0], wide[1], sizes, wide[2]), strict=True):
         assert a.dtype == jnp.bfloat16
         np.testing.assert_allclose(a.astype(jnp.float64), b, rtol=3e-2, atol=3e-2 * float(abs(b).max()))
+
+
+def test_chunks_in_sequence_share_one_gradient():
+    """Rows in three chunks, each with its own sizes: y and every gradient are those of three calls, the experts' the sum of three.
+
+    Control: in bfloat16 the sum of three rounded gradients is not what one buffer holds."""
+    chunks = [[9, 0, 17, 11], [0, 37, 0, 0], [8, 8, 8, 8]]
+
+    def chained(x, weight, experts):
+        total = []
+        for sizes in chunks:
+            y, experts = in_sequence(x, weight, experts, jnp.asarray(sizes), "silu", 8)
+            total.append(y)
+        return total
+
+    def each_alone(x, weight, experts):
+        return [grouped_mlp(x, weight, *experts, jnp.asarray(sizes), "silu", 8) for sizes in chunks]
+
+    def run(function, dtype):
+        x, (weight, *experts), dy = drawn(dtype)
+
+        def both(x, weight, experts, dy):
+            y, transpose = jax.vjp(function, x, weight, experts)
+            return jax.tree.leaves((y, transpose([dy, 2 * dy, -dy])))
+
+        return jax.jit(both)(x, weight, tuple(experts), dy)
+
+    for a, b in zip(run(chained, np.float64), run(each_alone, np.float64), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-13)
+    once, apart = (run(function, jnp.bfloat16)[-3:] for function in (chained, each_alone))
+    assert any((a != b).any() for a, b in zip(once, apart, strict=True))
 
 
 def test_visits_without_rows_are_not_made(monkeypatch):
