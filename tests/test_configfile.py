@@ -75,6 +75,21 @@ def test_every_preset_loads(path):
     assert count == SIZES.get(path.stem, count) and count > 1_000_000
 
 
+def test_deepseek_presets():
+    """The real size has DeepSeek-V3's published parameters, 671,026,419,200, but for attention: 11,413,547,008 of its latent one (technical
+    report, section 4.2: ranks 1536 and 512, heads of 128 + 64, 128 heads) against those of plain grouped queries here."""
+    real, tiny = (configfile.load(DEMO, [f"model={{preset: {name}}}"]).model for name in ("deepseek-v3-style", "deepseek-style-tiny"))
+    latent = 7168 * 1536 + 1536 + 1536 * 128 * 192 + 7168 * (512 + 64) + 512 + 512 * 128 * 256 + 128 * 128 * 7168
+    plain = 7168 * 128 * 128 * 2 + 7168 * 128 * 16 * 2
+    published = 671_026_419_200
+    assert params.count(Decoder(real, real.vocabulary).specs) - 61 * plain == published - 61 * latent
+    for model in (real, tiny):
+        moe = model.moe
+        assert (moe.router, moe.correction, moe.scale, moe.normalise) == ("sigmoid", True, 2.5, True)
+        assert moe.shared_width and moe.dense_layers and 1 < moe.kept_groups < moe.groups and moe.group_best == 2
+    rules.check_run(configfile.load(DEMO, ["model={preset: deepseek-style-tiny}", "optimizer.name=adamw"]), 8)
+
+
 def test_demo():
     config = configfile.load(DEMO)
     assert (config.mesh.data, config.mesh.tensor, config.train.zero, config.train.cpu_devices) == (4, 2, 1, 8)

@@ -212,6 +212,7 @@ def test_a_good_run_passes_without_a_word():
             8,
             r"train.context.ulysses: 3 does not divide mesh.seq 4; sizes that work: 1, 2, 4",
         ),
+        ({"model": {"prefix": 128}}, 8, r"model.prefix: 128 tokens leave none to predict of rows of data.sequence 128; use 127 or less"),
         ({"model": {"moe": MoeConfig(experts=8)}, "optimizer": {"name": "muon"}}, 8, r"optimizer.name: muon .*; use adamw or lion"),
     ],
 )

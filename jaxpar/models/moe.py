@@ -102,7 +102,12 @@ class MoE(nnx.Module):
         logits_BSE = self.logits(self.jittered(x_BSD, context))
         weights_TK, chosen_TK = self.routed(logits_BSE, valid_BS)
         weights_BSK, chosen_BSK = (each.reshape(batch, length, -1) for each in (weights_TK, chosen_TK))
-        y_BSD, lost, shared_BSD = (self.by_columns if self.columns else self.dispatched)(x_BSD, weights_BSK, chosen_BSK, x_BSD)
+        if self.columns:
+            y_BSD, lost = self.by_columns(x_BSD, weights_BSK, chosen_BSK)
+            shared_BSD = None if self.shared is None else self.shared(x_BSD)
+        else:
+            beside = None if self.shared is None else (self.shared, x_BSD)
+            y_BSD, lost, shared_BSD = self.dispatched(x_BSD, weights_BSK, chosen_BSK, beside)
         if shared_BSD is not None:
             y_BSD = y_BSD + shared_BSD
         aux = self.aux(logits_BSE, chosen_TK.reshape(batch, length, -1), valid_BS)
@@ -132,24 +137,21 @@ class MoE(nnx.Module):
         return router.jitter(x_BSD, self.moe.jitter, key, context.batch["rows"], row_tokens(self.boundary, x_BSD.shape[1], context))
 
     def dispatched(
-        self, x_BSD: jax.Array, weights_BSK: jax.Array, chosen_BSK: jax.Array, beside_BSD: jax.Array
+        self, x_BSD: jax.Array, weights_BSK: jax.Array, chosen_BSK: jax.Array, beside: expert.Beside | None = None
     ) -> tuple[jax.Array, expert.Lost, jax.Array | None]:
-        """Routed tokens through this device's part of the experts, what was not computed, and what the shared expert makes meanwhile of
-        `beside`."""
+        """Routed tokens through this device's part of the experts, what was not computed, and what `beside` made meanwhile."""
         x_TD, weights_TK, chosen_TK = (each.reshape(-1, each.shape[-1]) for each in (x_BSD, weights_BSK, chosen_BSK))
-        shared = None if self.shared is None else (self.shared, beside_BSD)
-        y_TD, lost, shared_BSD = expert.through(x_TD, weights_TK, chosen_TK, self.experts(), self.dispatch, shared)
-        return y_TD.reshape(x_BSD.shape), lost, shared_BSD
+        y_TD, lost, result = expert.through(x_TD, weights_TK, chosen_TK, self.experts(), self.dispatch, beside)
+        return y_TD.reshape(x_BSD.shape), lost, result
 
-    def by_columns(
-        self, x_BSD: jax.Array, weights_BSK: jax.Array, chosen_BSK: jax.Array, beside_BSD: jax.Array
-    ) -> tuple[jax.Array, expert.Lost, jax.Array | None]:
+    def by_columns(self, x_BSD: jax.Array, weights_BSK: jax.Array, chosen_BSK: jax.Array) -> tuple[jax.Array, expert.Lost]:
         """The same where each expert's columns are split over `tensor`: all tokens enter, with their weights and choices, results are
-        partial sums and leave. Every device of a tensor group dispatches all of their tokens; one of them counts what was lost."""
+        partial sums and leave. Every device of a tensor group dispatches all of their tokens; one of them counts what was lost. A shared
+        expert's tokens enter once with them, so it is not tied to the dispatch."""
         enter = self.boundary.enter
-        y_BSD, lost, shared_BSD = self.dispatched(enter(x_BSD), enter(weights_BSK), enter(chosen_BSK), beside_BSD)
+        y_BSD, lost, _ = self.dispatched(enter(x_BSD), enter(weights_BSK), enter(chosen_BSK))
         first = collectives.axis_index(TENSOR) == 0
-        return self.boundary.leave(y_BSD), jax.tree.map(lambda count: jnp.where(first, count, 0), lost), shared_BSD
+        return self.boundary.leave(y_BSD), jax.tree.map(lambda count: jnp.where(first, count, 0), lost)
 
     def logits(self, x_BSD: jax.Array) -> jax.Array:
         """[B, S, E] in float32, float64 where x is; the router's weights were rounded to the compute dtype like all others."""

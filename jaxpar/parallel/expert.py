@@ -133,6 +133,8 @@ def through(
         arrived = trips[0].there(leaving[0])
     for number, trip in enumerate(trips):
         *served, sizes_G = trip.arrange(arrived)
+        if number == 0 and beside is not None:
+            served, result = collectives.gradient_barrier((served, result))
         if chunks > 1:
             following = slice(number + 1, number + 2)
             served, packed, leaving[following] = collectives.gradient_barrier((served, packed, leaving[following]))

@@ -150,3 +150,6 @@ def test_infer_family():
     assert infer_family(ModelConfig(qk_norm=True)).name == "qwen3"
     with pytest.raises(ValueError, match=r"no family of torch can hold it.*norm_one_plus"):
         infer_family(ModelConfig(norm_one_plus=True))
+    for name, value in (("sinks", True), ("prefix", 4), ("value_head_width", 16)):
+        with pytest.raises(ValueError, match=rf"no family of torch can hold it.*model\.{name}: {value} cannot be said"):
+            infer_family(ModelConfig(**{name: value}))

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxpar.ops.grouped_matmul import grouped_matmul
-from jaxpar.ops.grouped_mlp import grouped_mlp
+from jaxpar.ops.grouped_mlp import grouped_mlp, in_sequence
 from jaxpar.ops.mlp import gated
 from jaxpar.plan.work import measure
 
@@ -65,6 +65,38 @@ def test_bfloat16():
     for a, b in zip(got, program(three, "silu", 8)(wide[0], wide[1], sizes, wide[2]), strict=True):
         assert a.dtype == jnp.bfloat16
         np.testing.assert_allclose(a.astype(jnp.float64), b, rtol=3e-2, atol=3e-2 * float(abs(b).max()))
+
+
+def test_chunks_in_sequence_share_one_gradient():
+    """Rows in two chunks, each with its own sizes: y and every gradient are those of two calls, the experts' the sum of both.
+
+    Control: neither's alone."""
+    chunks = [[9, 0, 17, 11], [0, 37, 0, 0]]
+
+    def chained(x, weight, experts):
+        total = []
+        for sizes in chunks:
+            y, experts = in_sequence(x, weight, experts, jnp.asarray(sizes), "silu", 8)
+            total.append(y)
+        return total
+
+    def each_alone(x, weight, experts):
+        return [grouped_mlp(x, weight, *experts, jnp.asarray(sizes), "silu", 8) for sizes in chunks]
+
+    def run(function, *factors):
+        x, (weight, *experts), dy = drawn()
+
+        def both(x, weight, experts, dy):
+            y, transpose = jax.vjp(function, x, weight, experts)
+            return jax.tree.leaves((y, transpose([factor * dy for factor in factors])))
+
+        return jax.jit(both)(x, weight, tuple(experts), dy)
+
+    together, apart = run(chained, 1.0, 2.0), run(each_alone, 1.0, 2.0)
+    for a, b in zip(together, apart, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-13)
+    for alone in (run(each_alone, 1.0, 0.0), run(each_alone, 0.0, 2.0)):
+        assert all(abs(a - b).max() > 1e-2 for a, b in zip(alone[-3:], together[-3:], strict=True))
 
 
 def test_visits_without_rows_are_not_made(monkeypatch):

@@ -85,8 +85,8 @@ def transfers(text):
 
 
 def check_hidden(compiled, behind, exposed, gib):
-    """What the program sends is the formulas'; its transfers have `behind` them what is said; at most a share `exposed` of the simulated step
-    waits for `seq`, and no time at all for a permute; the peak is at most `gib`; no array has the dims of a block's scores."""
+    """What the program sends is the formulas'; its transfers have `behind` them what is said; at most a share `exposed` of the simulated
+    step waits for `seq`, and no time at all for a permute; the peak is at most `gib`; no array has the dims of a block's scores."""
     sent_ = check_sent(compiled)
     assert Counter(transfers(compiled.text)) == behind
     simulated = simulate(compiled.text, compiled.mesh, compiled.hardware)
@@ -119,8 +119,8 @@ def test_transfers_without_order_are_noticed(monkeypatch):
 
 
 def test_memory_grows_with_the_row():
-    """32k to 1M tokens on 64 devices: from each length to the next a token adds as often what is kept of it as docs/context.md says, 1.37 times
-    over the whole range; between 524k and 1M no array grows by more than a factor of two."""
+    """32k to 1M tokens on 64 devices: from each length to the next a token adds as often what is kept of it as docs/context.md says, 1.37
+    times over the whole range; between 524k and 1M no array grows by more than a factor of two."""
     rows = []
     for tokens in reversed(long_rows.TOKENS):  # the longest was compiled for the test above
         compiled = gpu.compiled(LONGEST, *([f"data.sequence={tokens}"] if tokens < long_rows.TOKENS[-1] else []))

@@ -86,3 +86,16 @@ def test_router_has_a_gradient_and_the_losses_are_part_of_it():
 def test_remat_accumulation_and_interleaving(train):
     """The per-sequence balancing loss depends on none of them, and what is computed again is counted once."""
     check(runs.config(model=MODEL, **train), MODEL)
+
+
+def test_dropped_choices_are_a_share_of_all():
+    """With half the balanced capacity: by plain counting of the load that the metrics report; the loss is finite and every gradient too."""
+    config = model(per_token=2, correction=True)
+    run = runs.config(model=config, expert_dispatch="capacity", expert_capacity=0.5)
+    metrics, grads = runs.gradients(run)
+    room = -(-run.train.batch * runs.SEQUENCE * 2 // 2 // 12)  # rows of an expert, of tokens that are all on one device
+    load = metrics["expert_load"]
+    dropped = np.maximum(load - room, 0).sum()
+    assert 0 < dropped == metrics["expert_dropped"] and metrics["expert_overflow"] == 0
+    assert metrics["expert_dropped_share"] == pytest.approx(dropped / load.sum(), rel=1e-14)
+    assert np.isfinite(metrics["loss"]) and all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(grads))

@@ -10,46 +10,48 @@ from tests.train import runs
 from tests.train.test_experts import MODELS, model
 
 # Every value of every column meets every value of every other column that can stand beside it (test_coverage checks).
-COLUMNS = ("data", "expert", "tensor", "zero", "accumulation", "interleave", "fold", "dispatch", "case")
-E, ET = "expert", "expert, tensor"
+COLUMNS = ("data", "expert", "seq", "tensor", "zero", "accumulation", "interleave", "fold", "dispatch", "case")
+E, ET, EST = "expert", "expert, tensor", "expert, seq, tensor"
 PLAIN, ONE, TOPK, SHARED, MICRO = "softmax", "softmax, not normalised, one", "topk", "sigmoid, shared", "whole microbatch"
 FEW = [  # in the default group
-    (2, 2, 2, 1, 2, 1, ET, "ragged", SHARED),
-    (1, 4, 2, 3, 1, 2, E, "gather", MICRO),
-    (2, 4, 1, 0, 1, 1, E, "capacity", PLAIN),
+    (2, 2, 1, 2, 1, 2, 1, ET, "ragged", SHARED),
+    (2, 1, 2, 2, 3, 1, 2, EST, "gather", MICRO),
+    (2, 4, 1, 1, 0, 1, 1, E, "capacity", PLAIN),
 ]
 MORE = [
-    (4, 1, 1, 2, 2, 2, ET, "gather", ONE),
-    (8, 1, 1, 1, 1, 1, E, "ragged", TOPK),
-    (1, 2, 2, 0, 2, 2, ET, "capacity", TOPK),
-    (4, 2, 1, 3, 1, 1, ET, "ragged", MICRO),
-    (1, 2, 2, 2, 1, 1, E, "ragged", ONE),
-    (4, 1, 2, 3, 2, 2, E, "capacity", SHARED),
-    (1, 2, 1, 1, 2, 2, ET, "gather", PLAIN),
-    (8, 1, 1, 0, 2, 1, ET, "gather", SHARED),
-    (2, 4, 1, 2, 1, 2, ET, "ragged", TOPK),
-    (8, 1, 1, 2, 1, 2, E, "capacity", MICRO),
-    (2, 4, 1, 1, 2, 1, E, "capacity", ONE),
-    (2, 1, 2, 3, 2, 1, E, "ragged", PLAIN),
-    (2, 2, 1, 0, 2, 2, ET, "gather", MICRO),
-    (1, 1, 1, 0, 1, 2, E, "ragged", SHARED),
-    (4, 1, 2, 1, 2, 2, ET, "gather", TOPK),
-    (8, 1, 1, 3, 1, 2, ET, "gather", ONE),
-    (4, 1, 2, 0, 2, 1, ET, "capacity", ONE),
-    (1, 4, 1, 2, 1, 2, E, "gather", SHARED),
-    (4, 1, 1, 2, 2, 2, E, "ragged", PLAIN),
-    (8, 1, 1, 3, 1, 1, ET, "gather", TOPK),
-    (2, 1, 1, 1, 2, 1, ET, "capacity", MICRO),
-    (8, 1, 1, 3, 1, 1, ET, "capacity", PLAIN),
+    (1, 1, 4, 1, 2, 2, 2, ET, "ragged", TOPK),
+    (4, 1, 2, 1, 1, 2, 2, E, "capacity", ONE),
+    (1, 2, 4, 1, 3, 1, 1, E, "gather", SHARED),
+    (8, 1, 1, 1, 2, 2, 1, EST, "gather", MICRO),
+    (1, 2, 2, 2, 0, 1, 1, ET, "ragged", ONE),
+    (1, 4, 1, 1, 3, 2, 2, EST, "ragged", PLAIN),
+    (4, 2, 1, 1, 1, 1, 1, EST, "capacity", TOPK),
+    (1, 2, 2, 2, 2, 1, 2, E, "capacity", PLAIN),
+    (4, 1, 2, 1, 0, 2, 2, EST, "gather", SHARED),
+    (1, 4, 2, 1, 1, 2, 2, ET, "gather", TOPK),
+    (8, 1, 1, 1, 3, 1, 2, ET, "capacity", TOPK),
+    (1, 2, 4, 1, 0, 2, 2, E, "ragged", MICRO),
+    (2, 1, 4, 1, 2, 2, 2, EST, "gather", ONE),
+    (1, 1, 4, 2, 1, 2, 2, ET, "capacity", PLAIN),
+    (4, 1, 1, 2, 3, 1, 1, ET, "ragged", MICRO),
+    (8, 1, 1, 1, 1, 1, 1, E, "ragged", ONE),
+    (1, 4, 1, 2, 2, 1, 2, E, "ragged", SHARED),
+    (2, 1, 1, 2, 0, 1, 1, E, "capacity", TOPK),
+    (4, 2, 1, 1, 2, 1, 2, EST, "gather", PLAIN),
+    (8, 1, 1, 1, 0, 1, 2, EST, "capacity", SHARED),
+    (2, 4, 1, 1, 1, 1, 2, ET, "capacity", MICRO),
+    (1, 4, 2, 1, 3, 2, 2, ET, "gather", ONE),
+    (8, 1, 1, 1, 1, 2, 1, ET, "gather", PLAIN),
 ]
 POSSIBLE = (
     (1, 2, 4, 8),
+    (1, 2, 4),
     (1, 2, 4),
     (1, 2),
     (0, 1, 2, 3),
     (1, 2),
     (1, 2),
-    (E, ET),
+    (E, ET, EST),
     ("ragged", "gather", "capacity"),
     (PLAIN, ONE, TOPK, SHARED, MICRO),
 )
@@ -68,7 +70,7 @@ def of(row, **train):
         expert_dispatch=fields["dispatch"],
         **{"expert_buffer": 8.0, "expert_capacity": 12.0, **train},
     )
-    return dataclasses.replace(run, mesh=MeshShape(**{name: fields[name] for name in COLUMNS[:3]}))
+    return dataclasses.replace(run, mesh=MeshShape(**{name: fields[name] for name in COLUMNS[:4]}))
 
 
 def alone(run):
@@ -91,9 +93,9 @@ def name(row):
 
 def fits(row):
     """Whether a row can run: at most 8 devices, which divide 12 experts, and 16 sequences."""
-    data, expert, tensor, _, accumulation, interleave, fold, *_ = row
-    cut = data * expert * accumulation * interleave
-    return data * expert * tensor <= 8 and 16 % cut == 0 and 12 % (expert * (tensor if fold == ET else 1)) == 0
+    data, expert, seq, tensor, _, accumulation, interleave, fold, *_ = row
+    cut, ways = data * expert * accumulation * interleave, {E: 1, ET: tensor, EST: seq * tensor}[fold] * expert
+    return data * expert * seq * tensor <= 8 and 16 % cut == 0 and 12 % ways == 0
 
 
 def test_coverage():

@@ -11,8 +11,9 @@
 B batch, S tokens of this device, N query heads, K key/value heads, H head width, W value width, n devices along the axis.
 
     method    sends forward, a device                    backward                           largest temporary
-    gather    (n-1) (K H + W K) B S values               twice that (keys again, dk and dv)   keys of the whole row
-    ring      the same, a block at a time while it       the same                            two blocks of keys
+    gather    (n-1) (K H + W K) B S values               dk and dv, and keys again where     keys of the whole row
+                                                         what the forward got is not kept
+    ring      the same, a block at a time while it       twice that (keys again, dk and dv)  two blocks of keys
               computes; with a window fewer
     ulysses   (n-1)/n (N H + K H + K W + N W) B S        the same, and q, k, v again          all tokens of N/n heads
     usp       ulysses over `ulysses` neighbours, and the ring over the rest with N/ulysses heads
