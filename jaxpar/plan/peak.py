@@ -106,8 +106,9 @@ def _transposed(config: Config) -> int:
     model, train, t, (b, s) = config.model, config.train, config.mesh.tensor, formulas.microbatch(config)
     if train.remat not in ("outputs", "matmuls") or formulas.token_shards(config) == 1 or b // train.interleave < 2:
         return 0
-    heads = model.heads // t + 2 * max(model.kv_heads // t, 1)
-    return jnp.dtype(train.compute_dtype).itemsize * b * s * heads * model.head_width * (model.layers - 1)
+    keys = max(model.kv_heads // t, 1)
+    widths = (model.heads // t + keys) * model.head_width + keys * model.value_head_width
+    return jnp.dtype(train.compute_dtype).itemsize * b * s * widths * (model.layers - 1)
 
 
 def _with_remat(config: Config, remat: str) -> Config:
