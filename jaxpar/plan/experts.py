@@ -28,11 +28,11 @@ from jaxpar.plan.traffic import Collective
 DISPATCHED_AGAIN = {"none": (0, 0), "matmuls": (0, 1), "outputs": (1, 1), "attention": (1, 1), "block": (1, 1)}
 
 
-def expert_traffic(config: Config) -> list[Collective]:
-    """Every collective that a mixture of experts adds to a step; none for a dense model."""
+def expert_traffic(config: Config, compiled: bool = False) -> list[Collective]:
+    """Every collective that a mixture of experts adds to a step, as written or as `compiled` (`_counts`); none for a dense model."""
     if not config.model.moe.experts:
         return []
-    return [*_dispatch(config), *_columns(config), *_counts(config), *_metrics(config)]
+    return [*_dispatch(config), *_columns(config), *_counts(config, compiled), *_metrics(config)]
 
 
 def sparse_layers(config: Config) -> int:
@@ -127,16 +127,23 @@ def _columns(config: Config) -> list[Collective]:
     ]
 
 
-def _counts(config: Config) -> list[Collective]:
-    """Choices and tokens of each row, over the axes that split it; of a whole microbatch over all, where the balancing loss wants that."""
+def _counts(config: Config, compiled: bool) -> list[Collective]:
+    """Choices and tokens of each row, over the axes that split it; of a whole microbatch over all, where the balancing loss wants that.
+
+    Compiled, a backward counts choices again only where the balancing loss reads those of a row, and tokens not at all where rows have no
+    padding. Where they have, XLA takes their counts out of the loop over layers, which is left out: some bytes a row are then missing."""
     train, moe, (rows, _), split = config.train, config.model.moe, _rows(config), _token_axes(config)
     times, again = sparse_layers(config) * train.accumulation * train.interleave, int(train.remat != "none")
-    found = _sent(config, "load of a row", "all_reduce", split, (1 + again) * times, rows * moe.experts, "int32")
-    found += _sent(config, "tokens of a row", "all_reduce", split, 2 * times, rows, "int32")
+    loads, tokens = (1 + again) * times, 2 * times
+    if compiled:
+        loads = (1 + again * (moe.balance == "sequence")) * times
+        tokens *= config.data.documents == "isolated"
+    found = _sent(config, "load of a row", "all_reduce", split, loads, rows * moe.experts, "int32")
+    found += _sent(config, "tokens of a row", "all_reduce", split, tokens, rows, "int32")
     if moe.router == "expert_choice":
-        shards, tokens = math.prod(getattr(config.mesh, axis) for axis in split), rows * _rows(config)[1]
+        shards, seen = math.prod(getattr(config.mesh, axis) for axis in split), rows * _rows(config)[1]
         for values, dtype in ((moe.experts, _wide(config)), (1, "bool")):
-            found += _sent(config, "what experts choose from", "all_gather", split, (1 + again) * times, shards * tokens * values, dtype)
+            found += _sent(config, "what experts choose from", "all_gather", split, (1 + again) * times, shards * seen * values, dtype)
     if moe.balance != "sequence":
         found += _sent(
             config,

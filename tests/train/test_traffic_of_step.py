@@ -5,7 +5,7 @@ import dataclasses
 import jax
 import pytest
 
-from jaxpar.config import ModelConfig
+from jaxpar.config import ModelConfig, MoeConfig
 from jaxpar.parallel import zero
 from jaxpar.parallel.collectives import vary_like
 from jaxpar.plan import formulas
@@ -77,6 +77,17 @@ def test_xla_drops_the_biases_that_no_backward_reads(remat):
     """A step as written gathers all of a layer again; as compiled not the last bias, or none of them where their sums are kept."""
     run = config(4, 2, zero=3, remat=remat, model=dataclasses.replace(HOSTILE, layers=5, dropout=0.0))
     found, key = summary(measured(run).sent), ("all_gather", ("data",), "float32")
+    assert found[key].payload == summary(formulas.step_traffic(run, compiled=True))[key].payload
+    assert found[key].payload < summary(formulas.step_traffic(run))[key].payload
+
+
+@pytest.mark.parametrize("balance, accumulation", [("sequence", 1), ("microbatch", 2)])
+def test_xla_drops_the_counts_of_experts_that_nobody_reads(balance, accumulation):
+    model = dataclasses.replace(PLAIN, layers=4, moe=MoeConfig(experts=8, per_token=2, width=16, balance=balance))
+    train = {"zero": 1, "remat": "matmuls", "expert_dispatch": "gather", "accumulation": accumulation}
+    run = config(2, 2, model=model, **train)
+    run = dataclasses.replace(run, data=dataclasses.replace(run.data, documents="joined"))
+    found, key = summary(measured(run).sent), ("all_reduce", ("tensor",), "int32")
     assert found[key].payload == summary(formulas.step_traffic(run, compiled=True))[key].payload
     assert found[key].payload < summary(formulas.step_traffic(run))[key].payload
 
