@@ -22,7 +22,8 @@ from typing import NoReturn
 import jax
 
 import jaxpar
-from jaxpar import configfile, distributed, gpu, params, rules
+from jaxpar import configfile, distributed, gpu, params, rules, run_checks
+from jaxpar.mesh import AXES
 
 
 class _Parser(argparse.ArgumentParser):
@@ -139,9 +140,9 @@ def _params(args: argparse.Namespace) -> int:
     from jaxpar.models.decoder import declared
 
     config = configfile.load(args.run, args.overrides)
-    rules.check_run(config, config.mesh.devices)
+    run_checks.check_run(config, config.mesh.devices)
     specs = declared(config.model, config.mesh.tensor)
-    sizes = {axis: getattr(config.mesh, axis) for axis in rules.AXES}
+    sizes = {axis: getattr(config.mesh, axis) for axis in AXES}
     partitions = params.partition_specs(specs, rules.Rules(sizes, rules.table(config.train)))
     placements = params.zero_placements(specs, partitions, sizes) if config.train.zero else params.map_leaves(lambda path, _: None, specs)
 

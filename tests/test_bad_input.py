@@ -44,7 +44,7 @@ def refused(folder, path, capsys, *sets):
         (["mesh.data=3"], "mesh: data 3 × tensor 2 makes 6 devices, but there are 8; set mesh.data=4, or run on 6 devices"),
         (["mesh.data=16"], "mesh: data 16 × tensor 2 makes 32 devices, but there are 8; set mesh.data=4, or run on 32 devices"),
         (["mesh.data=1", "mesh.tensor=8"], "mesh.tensor: 8 does not divide model.heads 4; tensor sizes that work: 1, 2, 4"),
-        (["mesh.data=1", "mesh.pipe=4"], "mesh.pipe: 4 stages for model.layers 2; use at most 2"),
+        (["mesh.data=1", "mesh.pipe=4"], "mesh.pipe: 4 is not supported"),
         (["model.moe.experts=4", "model.moe.per_token=5"], "model.moe.per_token: 5 experts of a token exceed model.moe.experts 4"),
         (
             ["model.moe.experts=6", "mesh.data=1", "mesh.expert=4"],

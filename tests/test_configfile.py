@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxpar import configfile, params, rules
+from jaxpar import configfile, params, rules, run_checks
 from jaxpar.config import CheckpointConfig, Config, DataConfig, MeshShape, ModelConfig, RopeConfig, TrainConfig
+from jaxpar.mesh import AXES
 from jaxpar.models.decoder import Decoder
 
 CONFIGS = Path(__file__).parent.parent / "configs"
@@ -30,9 +31,9 @@ def run(tmp_path):
 @pytest.mark.parametrize("path", sorted((CONFIGS / "runs").glob("*.yaml")), ids=lambda path: path.stem)
 def test_every_run_file_is_consistent_with_its_mesh(path):
     config = configfile.load(path)
-    rules.check_run(config, config.mesh.devices)
+    run_checks.check_run(config, config.mesh.devices)
     specs = Decoder(config.model, params.padded_vocabulary(config.model.vocabulary, config.mesh.tensor)).specs
-    sizes = {axis: getattr(config.mesh, axis) for axis in rules.AXES}
+    sizes = {axis: getattr(config.mesh, axis) for axis in AXES}
     partitions = params.partition_specs(specs, rules.Rules(sizes, rules.DENSE))
     placements = params.zero_placements(specs, partitions, sizes)
     roles = [spec.role for _, spec in params.flatten(specs)]
@@ -87,7 +88,7 @@ def test_deepseek_presets():
         moe = model.moe
         assert (moe.router, moe.correction, moe.scale, moe.normalise) == ("sigmoid", True, 2.5, True)
         assert moe.shared_width and moe.dense_layers and 1 < moe.kept_groups < moe.groups and moe.group_best == 2
-    rules.check_run(configfile.load(DEMO, ["model={preset: deepseek-style-tiny}", "optimizer.name=adamw"]), 8)
+    run_checks.check_run(configfile.load(DEMO, ["model={preset: deepseek-style-tiny}", "optimizer.name=adamw"]), 8)
 
 
 def test_demo():

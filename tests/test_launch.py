@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from jaxpar import configfile, rules
+from jaxpar import configfile, run_checks
 from jaxpar.distributed import PORTS, Launch, detect
 from tests import jobset_schema
 from tests.train import tiny
@@ -144,7 +144,7 @@ def test_jobset_run_fits_its_gpus(job, container):
     run, *changes = container["args"]
     config = configfile.load(ROOT / run, [change.removeprefix("--set=") for change in changes])
     assert container["command"] == ["python", str(UNTIL_DONE.relative_to(ROOT))]
-    rules.check_run(config, job["template"]["spec"]["completions"] * container["resources"]["limits"]["nvidia.com/gpu"])
+    run_checks.check_run(config, job["template"]["spec"]["completions"] * container["resources"]["limits"]["nvidia.com/gpu"])
 
 
 # Slurm

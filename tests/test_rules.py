@@ -12,7 +12,8 @@ from jax.sharding import PartitionSpec as P
 from jaxpar.config import CheckpointConfig, Config, ContextConfig, DataConfig, MeshShape, ModelConfig, MoeConfig, RopeConfig, TrainConfig
 from jaxpar.mesh import EXPERT, REPLICA, TENSOR
 from jaxpar.params import Parameter
-from jaxpar.rules import DENSE, Rules, check_run, spec_axes, unsharded, varying_axes, zero_placement, zero_spec
+from jaxpar.rules import DENSE, Rules, spec_axes, unsharded, varying_axes, zero_placement, zero_spec
+from jaxpar.run_checks import check_run
 
 
 def sizes(**axes):
@@ -190,7 +191,8 @@ def test_a_good_run_passes_without_a_word():
         ({"data": {"sequence": 127}}, 8, r"data.sequence: 127 .* × mesh.tensor 2; .*work: 126, 128, or train.sequence_parallel=false"),
         ({"train": {"master_dtype": "bfloat16"}}, 8, r"train.master_dtype: bfloat16 .*use float32"),
         ({"data": {"vocabulary": 4096}}, 8, r"data.vocabulary: .* 4096 .* model.vocabulary 2048; set data.vocabulary=2048 or less"),
-        ({"mesh": {"data": 1, "pipe": 5, "tensor": 1}}, 5, r"mesh.pipe: 5 stages for model.layers 4; use at most 4"),
+        ({"mesh": {"data": 1, "pipe": 5, "tensor": 1}}, 5, r"mesh.pipe: 5 is not supported"),
+        ({"train": {"batch": 1 << 28}}, 8, r"train.batch: .* tokens of a device in a microbatch .* 2\^31"),
         ({"mesh": {"data": 2, "pipe": 2}}, 8, r"mesh.pipe: 2 is not supported"),
         (
             {"mesh": {"data": 1, "seq": 4}, "data": {"sequence": 124}},

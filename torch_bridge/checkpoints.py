@@ -22,7 +22,7 @@ import numpy as np
 import yaml
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxpar import configfile, rules
+from jaxpar import configfile, run_checks
 from jaxpar.config import Config, MeshShape, ModelConfig
 from jaxpar.mesh import make_mesh
 from jaxpar.models.decoder import Decoder
@@ -72,7 +72,7 @@ def import_folder(source: Source, out: str | Path, run: Config) -> Config:
     out = Path(out)
     check_free(out)
     config = run_of(source, run, out)
-    rules.check_run(config, config.mesh.devices)
+    run_checks.check_run(config, config.mesh.devices)
     with whole_folder(out) as temporary:
         mesh = make_mesh(MeshShape(), jax.devices()[:1])
         training = build_training(dataclasses.replace(config, mesh=MeshShape()), mesh)

@@ -26,7 +26,7 @@ from jax.experimental import topologies
 from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh
 
-from jaxpar import gpu, rules
+from jaxpar import gpu, run_checks
 from jaxpar.config import Config
 from jaxpar.config_checks import divisors
 from jaxpar.mesh import make_mesh
@@ -107,7 +107,7 @@ def compile_run(config: Config, hardware: Hardware, nodes: int | None = None, gp
     Raises ValueError: what training would refuse, before anything is compiled; a missing plugin; a compiler option XLA does not know.
     """
     nodes, gpus_per_node = cluster(config, hardware, nodes, gpus_per_node)
-    rules.check_run(config, nodes * gpus_per_node)
+    run_checks.check_run(config, nodes * gpus_per_node)
     mesh = make_mesh(config.mesh, devices(hardware, nodes, gpus_per_node))
     training = build_training(config, mesh)
     start = time.perf_counter()

@@ -15,7 +15,7 @@ from typing import Any
 
 import jax
 
-from jaxpar import rules
+from jaxpar import run_checks
 from jaxpar.config import REMAT, Config
 from jaxpar.plan import compile as compiling
 from jaxpar.plan import formulas, memory, peak
@@ -45,7 +45,7 @@ def _changed(config: Config, changes: list[Change]) -> dict[str, Config]:
             for name, value in change.items():
                 section, field = name.split(".")
                 other = dataclasses.replace(other, **{section: dataclasses.replace(getattr(other, section), **{field: value})})
-            rules.check_run(other, config.mesh.devices)
+            run_checks.check_run(other, config.mesh.devices)
         except ValueError:
             continue
         found[" ".join(f"{name}={str(value).lower()}" for name, value in change.items())] = other

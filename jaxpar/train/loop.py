@@ -15,7 +15,7 @@ from typing import Any
 import jax
 from jax.experimental import multihost_utils
 
-from jaxpar import configfile, params, rules
+from jaxpar import configfile, params, run_checks
 from jaxpar.config import Config, require
 from jaxpar.mesh import explain, make_mesh
 from jaxpar.parallel import zero
@@ -40,7 +40,7 @@ def train(config: Config, devices: Sequence[jax.Device] | None = None, until: in
     """
     require(until is None or until >= 1, f"--until: {until} must be at least 1 step")
     devices = jax.devices() if devices is None else devices
-    rules.check_run(config, len(devices))
+    run_checks.check_run(config, len(devices))
     mesh = make_mesh(config.mesh, devices)
     tokens, tokenizer = open_data(config.data)
     rows = Rows(tokens, config.data.sequence, config.model.vocabulary)

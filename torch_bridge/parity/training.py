@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpar import rules
+from jaxpar import run_checks
 from jaxpar.config import Config, ContextConfig, DataConfig, MeshShape, ModelConfig, OptimizerConfig, TrainConfig
 from jaxpar.mesh import EXPERT
 from jaxpar.params import Tree
@@ -72,7 +72,7 @@ def run_config(
             expert_buffer=float(math.prod(getattr(mesh, axis) for axis in experts)),
         ),
     )
-    rules.check_run(config, mesh.devices)
+    run_checks.check_run(config, mesh.devices)
     return config
 
 
