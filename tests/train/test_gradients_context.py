@@ -10,6 +10,7 @@ import pytest
 from jaxpar.config import ContextConfig
 from jaxpar.mesh import SEQ
 from jaxpar.parallel import collectives, context
+from jaxpar.parallel.context import exchange
 from tests.parallel.context_cases import OPTIONS, uncached
 from tests.train import runs
 from tests.train.test_gradients import check
@@ -67,8 +68,10 @@ def test_equals_one_device(row):
 
 @pytest.mark.parametrize("row", EVERY_AXIS)
 def test_sinks_and_a_prefix_on_every_axis(row):
-    found = gradients(of(EVERY_AXIS[row], PREFIX))
+    run = of(EVERY_AXIS[row], PREFIX)
+    found, batch = gradients(run), runs.batch(run)
     check(found, runs.gradients(runs.config(model=PREFIX)), PREFIX.vocabulary)
+    assert found[0]["tokens"] == ((batch["labels"] >= 0) & (batch["positions"] >= 2)).sum(), "the first two see what they would predict"
     assert np.abs(found[1]["layers"]["attention"]["sinks"]).min() > 0
 
 
@@ -106,6 +109,18 @@ def take_one_document_for_all(patch):
         return 0 * whole + whole[:, :1] if axes == SEQ else whole
 
     patch.setattr(collectives, "all_gather", broken)
+
+
+def take_the_sinks_of_other_heads(patch):
+    """Each device of Ulysses takes those of the first."""
+    patch.setattr(exchange, "own_heads", lambda x_N, axis, inner: x_N[: x_N.shape[0] // inner])
+
+
+def test_other_sinks_are_noticed(monkeypatch):
+    take_the_sinks_of_other_heads(monkeypatch)
+    got = gradients(of(EVERY_AXIS["ulysses contiguous"], PREFIX))
+    with pytest.raises(AssertionError):
+        check(got, runs.gradients(runs.config(model=PREFIX)), PREFIX.vocabulary)
 
 
 @pytest.mark.parametrize("change", [forget_where_tokens_stand, take_one_document_for_all], ids=lambda change: change.__name__)
