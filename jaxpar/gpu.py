@@ -2,7 +2,7 @@
 
     FLAGS              what is set
     compiler_options   FLAGS with the run's own on top, for `jax.jit(..., compiler_options=...)`: they go with the step, not the process
-    without_gpu        what compiling with no GPU present needs besides
+    WITHOUT_GPU        what compiling with no GPU present needs besides
     MEMORY_FRACTION    part of a GPU's memory that JAX may take, set by `reserve` before it looks for devices
 
 A run file overrides or adds: `gpu: {flags: [xla_gpu_all_gather_combine_threshold_bytes=67108864]}`.

@@ -70,12 +70,6 @@ class Parameter:
         return self.axes[1:] if self.stacked else self.axes
 
     @property
-    def matrix_shape(self) -> tuple[int, int]:
-        """[out, in] of one layer seen as a matrix."""
-        assert self.matrix, f"{self.axes} is no matrix"
-        return math.prod(self.layer_shape[: self.matrix]), math.prod(self.layer_shape[self.matrix :])
-
-    @property
     def real_size(self) -> int:
         """Elements, padding rows left out."""
         padding = self.layer_shape[0] - self.rows if self.rows else 0

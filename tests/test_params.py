@@ -57,7 +57,7 @@ def model_specs(tensor, layers=3):
 def test_parameter_views():
     (stacked,) = params.stack({"key": Parameter((2, 6, 16), ("kv_heads", "head_dim", "embed"), matrix=2)}, 3).values()
     assert (stacked.shape, stacked.axes, stacked.stacked) == ((3, 2, 6, 16), ("layers", "kv_heads", "head_dim", "embed"), True)
-    assert (stacked.layer_shape, stacked.matrix_shape) == ((2, 6, 16), (12, 16))
+    assert stacked.layer_shape == (2, 6, 16)
     assert stacked.one_layer() == dataclasses.replace(stacked, shape=(2, 6, 16), axes=stacked.axes[1:], stacked=False)
     with pytest.raises(AssertionError, match="stacked already"):
         params.stack({"key": stacked}, 3)

@@ -21,7 +21,7 @@ from jaxpar.plan.hardware import Hardware, Link
 from jaxpar.plan.hlo import Computation, Instruction, Program, dot_flops
 from jaxpar.plan.traffic import Collective
 
-# Instructions that start no kernel: names for memory that is there already.
+# No kernel runs for these: they name memory that is there already.
 FREE = frozenset(("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "add-dependency", "domain"))
 FREE |= frozenset(("optimization-barrier", "opt-barrier", "partition-id", "replica-id"))
 ATTENTION = "__cudnn$fmha"
@@ -53,7 +53,7 @@ def work(program: Program, instruction: Instruction) -> Work | None:
     operands = program.operands(instruction)
     dtype = max(((a.size, a.dtype) for o in operands for a in o.results), default=(0, instruction.results[0].dtype))[1]
     if instruction.opcode == "custom-call" and ATTENTION in instruction.attributes:
-        flops, backward = attention_flops(instruction)
+        flops, backward = attention_flops_run(instruction)
         return Work("attention", flops, _whole(program, instruction), dtype, backward=backward)
     dots = _dots(program, instruction)
     shapes = tuple(dot_shape(program, dot) for dot in dots)
@@ -86,7 +86,7 @@ def dot_shape(program: Program, dot: Instruction) -> tuple[int, int, int, int]:
     return batch, left.size // (batch * k), right.size // (batch * k), k
 
 
-def attention_flops(instruction: Instruction) -> tuple[float, bool]:
+def attention_flops_run(instruction: Instruction) -> tuple[float, bool]:
     """FLOPs of a cuDNN attention call as it runs, and whether it is the backward. Two products forward, five backward."""
     backward = "Backward" in instruction.attributes
     pairs, width = attention_pairs(instruction)
@@ -122,10 +122,10 @@ def touched(program: Program, instruction: Instruction) -> float:
         case "scatter":
             return 3.0 * sum(a.bytes for a in operands[-1].results)
     inner = program.computations.get(instruction.attribute("calls") or "") if instruction.opcode == "fusion" else None
-    return _fused(program, inner) if inner else _whole(program, instruction)
+    return _fused(inner) if inner else _whole(program, instruction)
 
 
-def _fused(program: Program, inner: Computation) -> float:
+def _fused(inner: Computation) -> float:
     readers: dict[str, list[tuple[Instruction, int]]] = {}
     for each in inner.instructions.values():
         for place, name in enumerate(each.operands):

@@ -1,7 +1,7 @@
 """What a training step sends and holds, from its configuration alone: to plan a run, and to hold against the program.
 
     weights           the parameters as one device computes with them
-    step_traffic      every collective of a step, to compare with `jaxpar.plan.trace` and `jaxpar.plan.traffic`
+    step_traffic      every collective of a step, to compare with what `jaxpar.plan.traffic` reads from a program
     state_bytes, batch_bytes, weight_bytes, gradient_bytes, saved_bytes     memory of one device
 
 Each collective is a `traffic.Collective` whose `source` says what it is for, so that `traffic.summary` adds up formulas and programs alike.

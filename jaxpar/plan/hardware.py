@@ -21,7 +21,6 @@ from jaxpar import configfile
 
 FOLDER = Path(__file__).parent.parent / "hardware"  # configs/hardware, which the wheel holds too
 
-# Shorter names people use.
 ALIASES = {"a100": "a100_80g", "h100": "h100_sxm", "h200": "h200_sxm"}
 
 

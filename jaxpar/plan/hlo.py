@@ -13,7 +13,6 @@ import math
 import re
 from dataclasses import dataclass
 
-# XLA's short names -> (numpy's name, bits).
 _DTYPES = {
     "pred": ("bool", 8),
     "bf16": ("bfloat16", 16),

@@ -19,7 +19,6 @@ from jax.extend import core
 
 from jaxpar.plan.hlo import Instruction, Program
 from jaxpar.plan.loops import executions
-from jaxpar.plan.trace import bodies
 
 TARGET = "__gpu$xla.gpu.triton"
 
@@ -88,3 +87,11 @@ def _flops(jaxpr: Any) -> int:
 def total_flops(found: list[Launch], flops: Mapping[str, int]) -> int:
     """All launches together; a kernel that the trace does not have counts nothing."""
     return sum(each.count * flops.get(each.name, 0) for each in found)
+
+
+def bodies(params: Mapping[str, Any]) -> list[Any]:
+    """The jaxprs inside an equation, by its parameters."""
+    values = [each for value in params.values() for each in (value if isinstance(value, tuple | list) else (value,))]
+    return [
+        each.jaxpr if isinstance(each, core.ClosedJaxpr) else each for each in values if isinstance(each, core.ClosedJaxpr | core.Jaxpr)
+    ]

@@ -70,7 +70,8 @@ def lighter(config: Config, usable: int = 0) -> dict[str, Config]:
     train, mesh = config.train, config.mesh
     policies = REMAT[REMAT.index(train.remat) + 1 :]
     changes: list[Change] = [{"train.remat": policy} for policy in dict.fromkeys((*policies[:1], *policies[-1:]))]
-    if train.zero < 3 and mesh.data > 1:
+    shared = formulas.replicas(config) > 1
+    if train.zero < 3 and shared:
         changes.append({"train.zero": 3})
     finer = _finer(config)
     enough = [n for n in finer if _predicted(config, accumulation=n) <= usable]
@@ -79,14 +80,14 @@ def lighter(config: Config, usable: int = 0) -> dict[str, Config]:
         changes.append({"train.interleave": 1, "train.accumulation": train.accumulation * train.interleave})
     if train.loss_chunk > 512:
         changes.append({"train.loss_chunk": train.loss_chunk // 2})
-    if train.reduce_dtype == "float32" and train.compute_dtype == "bfloat16" and formulas.replicas(config) > 1:
+    if train.reduce_dtype == "float32" and train.compute_dtype == "bfloat16" and shared:
         changes.append({"train.reduce_dtype": "bfloat16"})
     if mesh.tensor > 1 and not train.sequence_parallel:
         changes.append({"train.sequence_parallel": True})
     if not finer and mesh.data % 2 == 0:  # a sequence a device is the least: then more devices must share one
         changes.append({"mesh.data": mesh.data // 2, "mesh.tensor": 2 * mesh.tensor, "train.accumulation": 2 * train.accumulation})
     most: Change = {
-        "zero": 3 if mesh.data > 1 else train.zero,
+        "zero": 3 if shared else train.zero,
         "accumulation": finer[-1] if finer else train.accumulation,
         "remat": REMAT[-1],
     }

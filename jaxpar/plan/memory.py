@@ -37,8 +37,8 @@ def temporaries(config: Config, text: str, alive: Alive) -> dict[str, int]:
     """Bytes of `weights`, `gradients` and `activations` among the buffers of SMALL or more that are alive.
 
     What is not shaped as a parameter is an activation. Of the rest, weights are what was cast or gathered from the masters, activations
-    what the forward computed and may have a dim of tokens (the loss adds up the head's
-    gradient there, in the masters' dtype), and gradients all else.
+    what the forward computed and may have a dim of tokens (the loss adds up the head's gradient there, in the masters' dtype), and
+    gradients all else.
     """
     program = parse(text)
     places = {name: each for computation in program.computations.values() for name, each in computation.instructions.items()}

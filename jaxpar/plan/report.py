@@ -83,17 +83,6 @@ def kept_bytes(facts: Facts) -> int:
     return sum(math.prod(shape) * jnp.dtype(dtype).itemsize for shape, dtype in facts.saved)
 
 
-def step_flops(config: Config, facts: Facts) -> int:
-    """Matmuls of a step on one device: every layer's forward and backward, and three products of the head, vocabulary padding and the
-    last chunk's filling included; without the row sums of dO · O in attention, which XLA turns from products into sums."""
-    model, train, (b, s) = config.model, config.train, formulas.microbatch(config)
-    sums = 2 * b * s // train.interleave * model.heads // config.mesh.tensor * model.value_head_width
-    layers = model.layers * train.interleave * (facts.flops_forward + facts.flops_backward - sums)
-    chunk = min(train.loss_chunk, b * s)
-    (table,) = (w for w in formulas.weights(config) if w.name == ("embedding/table" if config.model.tied else "head/table"))
-    return train.accumulation * (layers + 3 * 2 * table.elements * chunk * -(-b * s // chunk))
-
-
 def traffic_rows(expected: Iterable[Collective], found: Iterable[Collective]) -> list[tuple[Any, ...]]:
     """(kind, axes, dtype, operations and kB of the arrays by formula and in the program, kB that a device sends, equal?)."""
     said, sent = summary(expected), summary(found)

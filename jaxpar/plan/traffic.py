@@ -7,7 +7,7 @@
 Groups are printed as positions in the program's device list, which is the mesh's own order (not device ids).
 
 XLA on CPU has no bfloat16 collectives: it converts to float32 before and back after, so there a bfloat16 value is recorded as float32 with
-twice the bytes. That is what the program sends. `jaxpar.plan.trace` gives what was written.
+twice the bytes. That is what the program sends. What was written is in the jaxpr, see `tests/traced.py`.
 """
 
 from __future__ import annotations

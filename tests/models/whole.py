@@ -3,6 +3,7 @@
 Layers run in a plain scan that JAX differentiates, so that this is a second opinion on the layer stack, not a use of it.
 """
 
+import math
 from typing import NamedTuple
 
 import jax
@@ -87,7 +88,7 @@ def values(specs, seed=0, dtype=np.float64):
         if parameter.role == "norm":
             drawn = random.uniform(-2, 2, size=shape)
         else:
-            fan_in = parameter.matrix_shape[1] if parameter.matrix else 1
+            fan_in = math.prod(parameter.layer_shape[parameter.matrix :]) if parameter.matrix else 1
             drawn = random.normal(size=shape) * (1.5 / fan_in**0.5)
         return np.pad(drawn, [(0, parameter.shape[0] - rows)] + [(0, 0)] * (len(shape) - 1)).astype(dtype)
 

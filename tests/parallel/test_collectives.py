@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from jaxpar.config import MeshShape
 from jaxpar.mesh import make_mesh
 from jaxpar.parallel import collectives
-from jaxpar.plan.trace import traced_collectives
+from tests.traced import traced_collectives
 
 DATA, TENSOR, SIZE = 4, 2, 8
 MESH = make_mesh(MeshShape(data=DATA, tensor=TENSOR))

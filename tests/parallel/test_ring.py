@@ -13,7 +13,7 @@ from jaxpar.mesh import TENSOR, make_mesh
 from jaxpar.parallel.ring import Ring
 from jaxpar.parallel.sequence import SequenceParallel
 from jaxpar.parallel.tensor import column_linear, row_linear, row_product
-from jaxpar.plan.trace import traced_collectives
+from tests.traced import traced_collectives
 
 B, S, D, W = 2, 16, 6, 8
 SPECS = {"x": P(None, TENSOR), "in": P(TENSOR), "out": P(None, TENSOR), "up": P(TENSOR), "down": P(None, TENSOR)}

@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 from jaxpar.config import MeshShape
 from jaxpar.mesh import DATA, TENSOR, make_mesh
 from jaxpar.parallel import zero
-from jaxpar.plan.trace import traced_collectives
+from tests.traced import traced_collectives
 
 SHAPES = {"both": (8, 6), "tensor": (4, 3), "data": (8,), "whole": (5,)}
 SPECS = {"both": P((TENSOR, DATA)), "tensor": P(TENSOR), "data": P(DATA), "whole": P()}

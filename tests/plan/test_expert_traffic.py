@@ -10,10 +10,10 @@ from jaxpar.config import Config, DataConfig, MeshShape, ModelConfig, MoeConfig,
 from jaxpar.mesh import make_mesh
 from jaxpar.models.options import train_options
 from jaxpar.plan import formulas
-from jaxpar.plan.trace import traced_collectives
 from jaxpar.plan.traffic import summary
 from jaxpar.train import gradients
 from jaxpar.train.step import build_training
+from tests.traced import traced_collectives
 from tests.train.programs import each
 
 E, K, D, TOKENS = 8, 2, 32, 32 * 16  # of a step

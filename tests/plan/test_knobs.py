@@ -1,16 +1,17 @@
 """Which alternatives are tried, and which is called best."""
 
+import dataclasses
 import types
 
-from jaxpar.config import Config, DataConfig, MeshShape, ModelConfig, TrainConfig
+from jaxpar.config import Config, DataConfig, MeshShape, ModelConfig, MoeConfig, TrainConfig
 from jaxpar.plan import hardware, knobs, peak, show
 from jaxpar.plan.knobs import Alternative
 
 MODEL = ModelConfig(vocabulary=1024, width=64, layers=2, heads=8, kv_heads=4, mlp_width=128)
 
 
-def config(data=2, tensor=2, **train):
-    mesh = MeshShape(data=data, tensor=tensor)
+def config(data=2, tensor=2, seq=1, **train):
+    mesh = MeshShape(data=data, tensor=tensor, seq=seq)
     return Config(model=MODEL, mesh=mesh, data=DataConfig(sequence=64, vocabulary=1024), train=TrainConfig(**{"batch": 16, **train}))
 
 
@@ -54,6 +55,15 @@ def test_as_many_microbatches_as_are_predicted_to_fit():
 
 def test_one_gpu_has_nothing_to_share():
     assert not any("zero" in change for change in knobs.lighter(config(data=1, tensor=1)))
+
+
+def test_zero_shares_among_the_devices_of_a_row():
+    """And among those along `expert`; control: along `tensor` a parameter is split already."""
+    assert {"train.zero=3", "train.zero=3 train.accumulation=16 train.remat=block"} <= set(knobs.lighter(config(data=1, seq=2, zero=1)))
+    mixture = dataclasses.replace(MODEL, moe=MoeConfig(experts=8, per_token=2, width=64))
+    run = dataclasses.replace(config(data=1, zero=1), model=mixture, mesh=MeshShape(expert=4))
+    assert knobs.lighter(run)["train.zero=3"].train.zero == 3
+    assert not any("zero" in change for change in knobs.lighter(config(data=1, tensor=4, zero=1)))
 
 
 def test_an_alternative_that_does_not_compile_is_left_out(monkeypatch, capsys):

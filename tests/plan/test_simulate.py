@@ -61,7 +61,6 @@ def perfect_shapes(monkeypatch):
 
 
 P = "%p = f32[250000]{0} parameter(0)"
-NEG = "{name} = f32[250000]{{0}} negate({operand})"  # 1 MB read, 1 MB written: 2 ms
 
 
 def gather(name, operand, groups=TENSOR, sync=False):

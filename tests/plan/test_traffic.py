@@ -9,8 +9,8 @@ from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 from jaxpar.parallel import collectives as comm
-from jaxpar.plan.trace import traced_collectives
 from jaxpar.plan.traffic import Collective, axes_of, collectives, replica_groups, ring_bytes, summary
+from tests.traced import traced_collectives
 
 AXES = ("pipe", "data", "expert", "seq", "tensor")
 SIZES = {"pipe": 1, "data": 2, "expert": 1, "seq": 2, "tensor": 2}

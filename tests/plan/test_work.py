@@ -48,7 +48,7 @@ def test_attention_is_counted_from_shapes(target, mask, window, share):
     assert done.flops == done.attention == share * 4 * 2 * 4 * 128 * 256 * 64
     assert done.calls == {target: 1}
     (call,) = (each for each in parse(text).computations["main"].instructions.values() if each.opcode == "custom-call")
-    assert costs.attention_flops(call)[0] == done.flops * (1.25 if "Backward" in target else 1)
+    assert costs.attention_flops_run(call)[0] == done.flops * (1.25 if "Backward" in target else 1)
 
 
 BACKEND = 'debug = false, grid_x = 4 : i32, grid_y = 2 : i32, grid_z = 1 : i32, ir = "name = \\"no\\"", name = "tiled", num_warps = 4 : i32'

@@ -9,8 +9,8 @@ import jax
 from jaxpar.config import Config, DataConfig, MeshShape, ModelConfig, OptimizerConfig, TrainConfig
 from jaxpar.mesh import make_mesh
 from jaxpar.plan.report import measure
-from jaxpar.plan.trace import traced_collectives
 from jaxpar.train.step import build_training
+from tests.traced import traced_collectives
 
 # No two weights of a layer have one shape, but for key and value, gate and up, and the norms; weights outweigh activations.
 MODEL = ModelConfig(vocabulary=250, width=64, layers=5, heads=4, kv_heads=2, mlp_width=192)

@@ -11,6 +11,7 @@ from typing import Any
 
 from jax.extend import core
 
+from jaxpar.plan.kernels import bodies
 from jaxpar.plan.traffic import Collective, ring_bytes
 
 _KINDS = {
@@ -54,14 +55,6 @@ def _walk(jaxpr: Any, count: int, sizes: Mapping[str, int]) -> list[Collective]:
                 raise ValueError(f"while_loop around {inner[0].kind} over {inner[0].axes}: its length is unknown, use a scan")
             found += inner
     return found
-
-
-def bodies(params: Mapping[str, Any]) -> list[Any]:
-    """The jaxprs inside an equation, by its parameters."""
-    values = [each for value in params.values() for each in (value if isinstance(value, tuple | list) else (value,))]
-    return [
-        each.jaxpr if isinstance(each, core.ClosedJaxpr) else each for each in values if isinstance(each, core.ClosedJaxpr | core.Jaxpr)
-    ]
 
 
 def _record(equation: Any, count: int, sizes: Mapping[str, int]) -> list[Collective]:
