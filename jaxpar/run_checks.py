@@ -30,8 +30,8 @@ def check_run(config: Config, devices: int) -> None:
         size = getattr(mesh, axis)
         if size > 1:
             raise ValueError(
-                f"mesh.{axis}: {size} is not supported by the train step yet; set mesh.{axis}=1 and use mesh.data, mesh.expert, mesh.seq or "
-                "mesh.tensor"
+                f"mesh.{axis}: {size} is not supported by the train step yet; set mesh.{axis}=1 and use mesh.data, mesh.expert, mesh.seq "
+                "or mesh.tensor"
             )
     _check_devices(config, devices)
     _check_tensor(config, devices)

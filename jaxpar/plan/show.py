@@ -6,9 +6,11 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import jax.numpy as jnp
+
 from jaxpar.config import Config
 from jaxpar.mesh import TENSOR
-from jaxpar.plan import knobs, sent, work
+from jaxpar.plan import formulas, knobs, sent, work
 from jaxpar.plan.compile import Compiled
 from jaxpar.plan.report import table
 
@@ -50,7 +52,7 @@ def _memory(config: Config, report: dict[str, Any]) -> str:
     lines = [
         table("Memory of one GPU at its fullest, GiB", ("part", "GiB"), [(name, gib(size)) for name, size in memory["parts"].items()]),
         table("", ("sum", "GiB"), [(name.replace("_", " "), gib(memory[name])) for name in sums]).lstrip("\n"),
-        state_line(memory),
+        state_line(config, memory),
         activations_line(config, memory),
     ]
     if memory["attention_workspace"]:
@@ -58,24 +60,38 @@ def _memory(config: Config, report: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def state_line(memory: dict[str, Any]) -> str:
+def state_line(config: Config, memory: dict[str, Any]) -> str:
     """16 bytes a parameter beside what is held, and where the difference lies."""
-    parts, formula = memory["parts"], memory["formulas"]["state"]
+    train, rule, parts, formula = config.train, config.optimizer.name, memory["parts"], memory["formulas"]["state"]
     held = sum(parts[name] for name in ("parameters", "optimizer", "weights", "gradients"))
+    size = jnp.dtype(train.master_dtype).itemsize
+    bytes_each = {"adamw": 3 * size, "lion": 2 * size, "sgd": 2 * size}.get(rule)  # of the others it depends on the parameter
+    theirs = (
+        "12 of the 16"
+        if bytes_each == 12
+        else f"where AdamW's in float32 are 12 of the 16 and {rule}'s here {bytes_each or 'another number'}"
+    )
+    gradients = "a buffer in the masters' dtype" if train.accumulation > 1 else "of the only microbatch, without a buffer that adds up"
     return (
         f"16 bytes a parameter with ZeRO's share: {gib(formula)}; here {gib(held)} ({gib(held - formula)}): masters and moments take "
-        f"{gib(parts['parameters'] + parts['optimizer'])}, 12 of the 16; for the other 4 there are {gib(parts['weights'])} of weights in "
-        f"the compute dtype, those in use, and {gib(parts['gradients'])} of gradients: a buffer in the masters' dtype, and those being sent"
+        f"{gib(parts['parameters'] + parts['optimizer'])}, {theirs}; for the other 4 there are {gib(parts['weights'])} of weights in the "
+        f"compute dtype{', those in use' if train.zero == 3 else ''}, and {gib(parts['gradients'])} of gradients: {gradients}"
+        f"{', and those being sent' if formulas.replicas(config) > 1 else ''}"
     )
 
 
 def activations_line(config: Config, memory: dict[str, Any]) -> str:
-    """Korthikanti's bytes beside what is held, and where the difference lies."""
+    """Korthikanti's bytes beside what is held, and where the difference lies. What remat "none" keeps is a guess (`peak.kept_bytes`), so
+    nothing is subtracted from it."""
     korthikanti, kept, held = memory["formulas"]["activations"], memory["formulas"]["kept"], memory["parts"]["activations"]
+    model, remat = config.model, config.train.remat
+    masks = "masks of dropout drawn again" if model.dropout else "no dropout masks"
+    are, rest = "are kept for the backward", f"; the other {gib(held - kept)} are what one layer, or one chunk of logits, works with"
+    if remat == "none":
+        are, rest = "may be kept for the backward, a guess", ""
     return (
-        f"Korthikanti's activations of {config.model.layers} layers: {gib(korthikanti)}; here {gib(held)} ({gib(held - korthikanti)}): "
-        f"{gib(kept)} are kept for the backward, with a gated MLP, {config.model.kv_heads} key heads, no dropout masks and remat "
-        f"{config.train.remat}; the other {gib(held - kept)} are what one layer, or one chunk of logits, works with"
+        f"Korthikanti's activations of {model.layers} layers: {gib(korthikanti)}; here {gib(held)} ({gib(held - korthikanti)}): "
+        f"{gib(kept)} {are}, with a gated MLP, {model.kv_heads} key heads, {masks} and remat {remat}{rest}"
     )
 
 
