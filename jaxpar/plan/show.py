@@ -17,6 +17,8 @@ from jaxpar.plan.report import table
 GIB, MIB = 2**30, 2**20
 # Waiting for `tensor` longer than this part of a step is worth a recommendation.
 EXPOSED = 0.1
+# More FLOPs than the policy's, as part of the model's, that are worth a line.
+EXCESS = 0.01
 
 
 def gib(size: float) -> str:
@@ -34,7 +36,7 @@ def text(compiled: Compiled, report: dict[str, Any], tried: Sequence[knobs.Alter
         f"lowered in {compiled.lower_seconds:.1f} s, compiled in {compiled.compile_seconds:.1f} s"
     )
     return "\n".join(
-        [head, _memory(config, report), verdict(compiled, report, tried), _traffic(report), _work(config, report), _time(report)]
+        [head, _memory(config, report), verdict(compiled, report, tried), _traffic(report), _work(compiled, report), _time(report)]
     )
 
 
@@ -142,14 +144,16 @@ def _traffic(report: dict[str, Any]) -> str:
     return "\n".join(lines if len(lines) > 1 else [*lines, "nothing unexpected"])
 
 
-def _work(config: Config, report: dict[str, Any]) -> str:
-    program, model = report["flops"]["program"], report["flops"]["model"]
+def _work(compiled: Compiled, report: dict[str, Any]) -> str:
+    config, program, model = compiled.config, report["flops"]["program"], report["flops"]["model"]
     calls = ", ".join(f"{name} × {count}" for name, count in sorted(report["custom_calls"].items())) or "none"
     unit, name = (1e12, "TFLOP") if model > 1e11 else (1e9, "GFLOP")
     lines = [
         f"\nWork of one GPU: {program / unit:.1f} {name} in matmuls and attention, {program / model:.3f} of the model's "
         f"{model / unit:.1f} (remat {config.train.remat}); custom calls: {calls}"
     ]
+    if why := excess(config, program / model, any("fmha" in name for name in report["custom_calls"]), ".remat" in compiled.text):
+        lines.append(why)
     if loops := report["counted_at_most"]:
         lines.append(
             f"an upper bound, as is the time: {loops} loops end at run time, over tiles of attention where a layer's window does, over "
@@ -162,6 +166,28 @@ def _work(config: Config, report: dict[str, Any]) -> str:
         most = ", ".join(f"{size / 1e9:.1f} of {what}" for what, size in list(copies.items())[:3])
         lines.append(f"copies of {work.LARGE_COPY >> 20} MiB and more: {sum(copies.values()) / 1e9:.1f} GB in a step; the largest {most}")
     return "\n".join(lines)
+
+
+def excess(config: Config, ratio: float, cudnn: bool, again: bool) -> str:
+    """What may be the reason that a program has more FLOPs than the remat policy asks for; "" of one that has not. `again`: XLA computes
+    some values again by itself, whose instructions it then calls so."""
+    train, model = config.train, config.model
+    most = 4 / 3 if train.remat in ("attention", "block") or train.mlp_chunk else 1.0
+    if ratio <= most + EXCESS:
+        return ""
+    block, tensor = train.attention_block, config.mesh.tensor
+    (b, s), routed = formulas.microbatch(config), bool(model.moe.experts)
+    reasons = {
+        f"tiles of {block} × {block} scores are multiplied whole where a mask cuts them": not cudnn or any(model.layer_windows),
+        "with train.context.layout=contiguous every GPU goes through as many tiles as the one whose tokens see most": config.mesh.seq > 1
+        and train.context.layout == "contiguous",
+        "buffers of experts are multiplied whole, rows without a token too": routed,
+        "XLA computes values again to save memory": again,
+        "the last chunk of the loss is filled up": b * s % min(train.loss_chunk, b * s) != 0,
+        f"the vocabulary is filled up for tensor {tensor}": model.vocabulary % tensor != 0,
+    }
+    named = "; ".join(reason for reason, holds in reasons.items() if holds)
+    return f"more than the {most:.3g} that remat {train.remat} takes at most; what may add to it: {named or 'nothing that is known'}"
 
 
 def _time(report: dict[str, Any]) -> str:

@@ -8,6 +8,7 @@ import pytest
 from jaxpar.plan import compile as compiling
 from jaxpar.plan import knobs, show
 from jaxpar.plan.simulate import simulate
+from jaxpar.plan.traffic import collectives
 from tests.plan import gpu
 
 pytestmark = gpu.MARKS
@@ -89,7 +90,11 @@ def test_without_recomputation_nothing_is_computed_twice():
 
 
 def test_matmuls_and_collectives_of_a_real_step_by_hand(interleaved):
-    """32 layers: forward, full recomputation and backward of weights and inputs are 4 times the forward's matmuls, the head's are 3."""
+    """32 layers: forward, full recomputation and backward of weights and inputs are 4 times the forward's matmuls, the head's are 3.
+
+    Over `tensor` a layer's tokens enter attention and MLP forward, again and, as the transpose of leaving, backward: 6 gathers; they leave
+    both forward, attention again, and both backward: 5 reduce-scatters; the embedding and the head add one of each. In two halves, but for
+    embedding and head."""
     config, found = interleaved.config, simulate(interleaved.text, interleaved.mesh, interleaved.hardware)
     model, tokens = config.model, 64 * 8192 / 8
     heads = (model.heads + 2 * model.kv_heads) * model.head_width + model.heads * model.head_width
@@ -99,7 +104,13 @@ def test_matmuls_and_collectives_of_a_real_step_by_hand(interleaved):
     down = 2 * tokens * model.width * model.mlp_width / 8  # the MLP's output is not computed again
     expected = model.layers * (4 * layer - down + (2 + 2.5) * attention) + 3 * head
     assert found.flops == pytest.approx(expected, rel=1e-3)
-    assert ("tensor",) in found.busy_seconds and ("data",) in found.busy_seconds
+    sent = {"all_gather": [0, 0], "reduce_scatter": [0, 0]}
+    for each in collectives(interleaved.text, interleaved.mesh):
+        if each.axes == ("tensor",) and each.kind in sent:
+            sent[each.kind] = [sent[each.kind][0] + each.count, sent[each.kind][1] + each.bytes]
+    crossing = round(2 * tokens * model.width * 7 / 8)  # what one GPU sends when all tokens of its replica enter or leave, in bfloat16
+    uses = {"all_gather": 6 * model.layers + 2, "reduce_scatter": 5 * model.layers + 2}
+    assert sent == {kind: [2 * number - 2, number * crossing] for kind, number in uses.items()}
 
 
 @pytest.mark.parametrize(("parts", "gib"), [("plain", 7.6), ("interleaved", 6.6)])

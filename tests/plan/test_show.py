@@ -1,8 +1,10 @@
 """What the report says in words is true of the run: by its optimizer, microbatches, ZeRO level, dropout and recomputation."""
 
+import dataclasses
+
 import pytest
 
-from jaxpar.config import Config, DataConfig, MeshShape, ModelConfig, OptimizerConfig, TrainConfig
+from jaxpar.config import Config, ContextConfig, DataConfig, MeshShape, ModelConfig, OptimizerConfig, TrainConfig
 from jaxpar.plan import show
 from jaxpar.plan.report import block_facts, kept_bytes
 from tests.train.programs import training
@@ -84,3 +86,18 @@ def test_masks_of_dropout_are_kept_by_no_policy(policy):
     """As the line says, read from the cut of a block."""
     with_masks, without = (kept_bytes(block_facts(training(run(remat=policy, dropout=rate, data=1)))) for rate in (0.1, 0.0))
     assert with_masks == without
+
+
+def test_more_work_than_the_policys_is_explained():
+    """By what the run has of it; no line where there is no more, as of full recomputation's 1.24."""
+    assert show.excess(run(remat="outputs"), 1.005, cudnn=True, again=False) == ""
+    assert show.excess(run(remat="block"), 1.24, cudnn=True, again=False) == ""
+    said = show.excess(run(remat="outputs"), 1.023, cudnn=True, again=True)
+    assert said == "more than the 1 that remat outputs takes at most; what may add to it: XLA computes values again to save memory"
+    assert show.excess(run(remat="block"), 1.5, True, False).endswith(
+        "than the 1.33 that remat block takes at most; what may add to it: nothing that is known"
+    )
+    tiles = show.excess(run(remat="outputs", loss_chunk=100), 1.29, cudnn=False, again=False)
+    assert "tiles of 512 × 512 scores" in tiles and "the last chunk of the loss" in tiles and "contiguous" not in tiles
+    apart = dataclasses.replace(run(context=ContextConfig(method="gather", layout="contiguous")), mesh=MeshShape(data=2, seq=2))
+    assert "every GPU goes through as many tiles" in show.excess(apart, 1.24, True, False)
