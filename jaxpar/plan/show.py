@@ -152,9 +152,10 @@ def _work(compiled: Compiled, report: dict[str, Any]) -> str:
         f"\nWork of one GPU: {program / unit:.1f} {name} in matmuls and attention, {program / model:.3f} of the model's "
         f"{model / unit:.1f} (remat {config.train.remat}); custom calls: {calls}"
     ]
-    if why := excess(config, program / model, any("fmha" in name for name in report["custom_calls"]), ".remat" in compiled.text):
+    loops, cudnn = report["counted_at_most"], any("fmha" in name for name in report["custom_calls"])
+    if why := excess(config, program / model, loops > 0, cudnn, ".remat" in compiled.text):
         lines.append(why)
-    if loops := report["counted_at_most"]:
+    if loops:
         lines.append(
             f"an upper bound, as is the time: {loops} loops end at run time, over tiles of attention where a layer's window does, over "
             "rows of experts with those that came, and are counted as if they did not"
@@ -168,20 +169,22 @@ def _work(compiled: Compiled, report: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def excess(config: Config, ratio: float, cudnn: bool, again: bool) -> str:
-    """What may be the reason that a program has more FLOPs than the remat policy asks for; "" of one that has not. `again`: XLA computes
-    some values again by itself, whose instructions it then calls so."""
+def excess(config: Config, ratio: float, at_most: bool, cudnn: bool, again: bool) -> str:
+    """What may be the reason that a program has more FLOPs than the remat policy asks for; "" of one that has not. `at_most`: it has loops
+    that are counted to their bound; `again`: XLA computes some values again by itself, whose instructions it then calls so."""
     train, model = config.train, config.model
     most = 4 / 3 if train.remat in ("attention", "block") or train.mlp_chunk else 1.0
     if ratio <= most + EXCESS:
         return ""
     block, tensor = train.attention_block, config.mesh.tensor
-    (b, s), routed = formulas.microbatch(config), bool(model.moe.experts)
+    b, s = formulas.microbatch(config)
+    capacity = bool(model.moe.experts) and train.expert_dispatch == "capacity"
     reasons = {
         f"tiles of {block} × {block} scores are multiplied whole where a mask cuts them": not cudnn or any(model.layer_windows),
         "with train.context.layout=contiguous every GPU goes through as many tiles as the one whose tokens see most": config.mesh.seq > 1
         and train.context.layout == "contiguous",
-        "buffers of experts are multiplied whole, rows without a token too": routed,
+        "rows of experts' capacity without a token are multiplied too": capacity,
+        "loops that end early are counted whole": at_most,
         "XLA computes values again to save memory": again,
         "the last chunk of the loss is filled up": b * s % min(train.loss_chunk, b * s) != 0,
         f"the vocabulary is filled up for tensor {tensor}": model.vocabulary % tensor != 0,
