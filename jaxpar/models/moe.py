@@ -21,7 +21,7 @@ from jaxpar.models.parameter import bias, matrix, state, value
 from jaxpar.ops import router
 from jaxpar.ops.grouped_matmul import default_block, grouped_matmul
 from jaxpar.ops.grouped_mlp import Three, in_sequence
-from jaxpar.ops.mlp import gated
+from jaxpar.ops.mlp import gated, weighted
 from jaxpar.ops.router import Router
 from jaxpar.parallel import collectives, expert
 from jaxpar.parallel.expert import Dispatch
@@ -181,8 +181,7 @@ class MoE(nnx.Module):
         if self.moe.biases:
             ones_R1 = jnp.ones_like(rows_RD[:, :1])
             gate_RF, up_RF = (a + by_row(ones_R1, b, sizes_G) for a, b in ((gate_RF, self.gate_bias), (up_RF, self.up_bias)))
-        hidden_RF = gated(gate_RF, up_RF, self.activation)
-        hidden_RF = (hidden_RF.astype(weights_R.dtype) * weights_R[:, None]).astype(hidden_RF.dtype)
+        hidden_RF = weighted(gated(gate_RF, up_RF, self.activation), weights_R)
         y_RD = grouped_matmul(hidden_RF, down_GDF, sizes_G, block)
         if not self.moe.biases:
             return y_RD

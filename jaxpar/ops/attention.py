@@ -16,9 +16,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpar.ops.blockwise import attend, same_variation
+from jaxpar.ops.blockwise import attend
 from jaxpar.ops.cudnn import cudnn_attention, cudnn_covers
 from jaxpar.ops.tiles import Marks, Masking
+from jaxpar.ops.variation import same_variation
 
 CPU_BLOCK = 128  # a larger tile of scores falls out of the cache: at S = 512 a step of attention takes 3 to 5 times as long
 
@@ -60,7 +61,7 @@ def attention(
     """
     marks = Marks(q_positions_BS, k_positions_BS, q_segments_BS, k_segments_BS)
     masking, marks = _masking(q_BSNH, marks, causal, window, scale, softcap, block, ordered, platform)
-    q, k, v = same_variation(q_BSNH, k_BSKH, v_BSKW, marks)
+    q, k, v = same_variation(q_BSNH, k_BSKH, v_BSKW, beside=jax.tree.leaves(marks))
     if implementation not in ("auto", "blockwise", "cudnn"):
         raise ValueError(f"train.attention: {implementation!r} is not one of auto, blockwise, cudnn")
     if implementation == "cudnn" or (implementation == "auto" and platform == "gpu"):
@@ -97,7 +98,7 @@ def attention_with_lse(
     Differentiable through both. `k_prefix_BS`, bool: keys that earlier queries of their segment see too."""
     marks = Marks(q_positions_BS, k_positions_BS, q_segments_BS, k_segments_BS, k_prefix_BS=k_prefix_BS)
     masking, marks = _masking(q_BSNH, marks, causal, window, scale, softcap, block, ordered, platform)
-    return attend(masking, *same_variation(q_BSNH, k_BSKH, v_BSKW, marks), marks)
+    return attend(masking, *same_variation(q_BSNH, k_BSKH, v_BSKW, beside=jax.tree.leaves(marks)), marks)
 
 
 def with_sinks(o_BSNW: jax.Array, lse_BNS: jax.Array, sinks_N: jax.Array) -> jax.Array:

@@ -4,7 +4,6 @@ Dao, FlashAttention-2 (2023), algorithms 1 and 2: a running maximum and sum per 
 from the log-sum-exp. One loop over a static list of tiles; those that the order of the tokens or the window hides are not in it.
 
     attend             o and log-sum-exp, differentiable in q, k, v through both
-    same_variation     q, k, v as `attend` wants them inside a shard_map
     block_forward      the same without a derivative rule
     block_backward     dq, dk, dv of one block of keys, given log-sum-exp and output over *all* keys (ring attention sums blocks)
 
@@ -30,8 +29,8 @@ Three = tuple[jax.Array, jax.Array, jax.Array]
 def attend(masking: Masking, q_BSNH: jax.Array, k_BSKH: jax.Array, v_BSKW: jax.Array, marks: Marks) -> tuple[jax.Array, jax.Array]:
     """Softmax attention: o_BSNW in q's dtype and lse_BNS in float32 (float64 for float64 inputs), -inf where a row sees nothing.
 
-    q, k, v vary over the same mesh axes, which include those of the marks (`same_variation` sees to it). Residuals are q, k, v, o, lse,
-    the last two named "attention_out" and "attention_lse" for remat policies.
+    q, k, v vary over the same mesh axes, which include those of the marks (`variation.same_variation` sees to it). Residuals are q, k, v,
+    o, lse, the last two named "attention_out" and "attention_lse" for remat policies.
     """
     return block_forward(masking, q_BSNH, k_BSKH, v_BSKW, marks)
 
@@ -50,16 +49,6 @@ def _attend_backward(masking: Masking, residuals: tuple, cotangents: tuple[jax.A
 
 
 attend.defvjp(_attend_forward, _attend_backward)
-
-
-def same_variation(q: jax.Array, k: jax.Array, v: jax.Array, marks: Marks) -> Three:
-    """q, k, v typed as varying over every mesh axis that any input varies over; the gradients of those widened are summed over the rest."""
-    zero = sum(jnp.zeros_like(x, shape=(), dtype=q.dtype) for x in (q, k, v, *jax.tree.leaves(marks)))
-
-    def widened(x: jax.Array) -> jax.Array:
-        return x if jax.typeof(x) == jax.typeof(x + zero.astype(x.dtype)) else x + zero.astype(x.dtype)
-
-    return widened(q), widened(k), widened(v)
 
 
 def block_forward(masking: Masking, q_BSNH: jax.Array, k_BSKH: jax.Array, v_BSKW: jax.Array, marks: Marks) -> tuple[jax.Array, jax.Array]:

@@ -3,6 +3,8 @@
     grouped_matmul   x[R, I], weight[G, O, I], sizes[G] -> y[R, O]
     visits, own_rows the work list: which block of rows meets which group
     over             a loop over the visits that have rows
+    slices, pick     what a visit reads: its block of rows, its group's weights
+    put, add         and writes: its rows among others, its share of a group's weight gradient
     default_block    rows of a block
 
 Rows 0 to sizes[0] - 1 are group 0's, the next group 1's, and so on; rows behind the last group give zeros and get zeros. `lax.ragged_dot`
@@ -23,6 +25,8 @@ from typing import NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 from jax import lax
+
+from jaxpar.ops.variation import same_variation
 
 Carry = TypeVar("Carry")
 
@@ -77,14 +81,7 @@ def grouped_matmul(x_RI: jax.Array, weight_GOI: jax.Array, sizes_G: jax.Array, b
         return x_RI @ weight_GOI[0].T
     block = min(block or default_block(rows, groups), rows)
     list_ = visits(sizes_G, rows, block)
-    return _grouped(block, *same_variation(list_, x_RI, weight_GOI), list_)
-
-
-def same_variation(list_: Visits, *arrays: jax.Array) -> list[jax.Array]:
-    """Arrays typed as varying over every mesh axis that any of them or the work list varies over; the gradients of those widened are summed
-    over the rest."""
-    zero = sum(jnp.zeros_like(a, shape=(), dtype=arrays[0].dtype) for a in (*arrays, list_.group))
-    return [a if jax.typeof(a) == jax.typeof(a + zero.astype(a.dtype)) else a + zero.astype(a.dtype) for a in arrays]
+    return _grouped(block, *same_variation(x_RI, weight_GOI, beside=[list_.group]), list_)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -124,30 +121,46 @@ def own_rows(block: int, visit: Visits) -> jax.Array:
     return (row >= visit.first) & (row < visit.last)
 
 
+def slices(block: int, here: Visits, *arrays: jax.Array) -> list[jax.Array]:
+    """The visit's block of rows of each array [R, ...]."""
+    return [lax.dynamic_slice_in_dim(a, here.start, block) for a in arrays]
+
+
+def pick(here: Visits, *arrays: jax.Array) -> list[jax.Array]:
+    """The visit's group of each array [G, ...]."""
+    return [lax.dynamic_index_in_dim(a, here.group, keepdims=False) for a in arrays]
+
+
+def put(block: int, here: Visits, total: jax.Array, new: jax.Array) -> jax.Array:
+    """`total` [R, O] with the visit's rows of `new` [block, O] in the place of its own."""
+    (old,) = slices(block, here, total)
+    return lax.dynamic_update_slice_in_dim(total, jnp.where(own_rows(block, here), new, old), here.start, axis=0)
+
+
+def add(here: Visits, total: jax.Array, left: jax.Array, right: jax.Array) -> jax.Array:
+    """`total` [G, O, I] with the sum over the block of left[r] right[r] added to the visit's group, in total's dtype. Rows of others are
+    zeros in one of the two."""
+    part = lax.dot_general(left, right, (((0,), (0,)), ((), ())), preferred_element_type=total.dtype)
+    (old,) = pick(here, total)
+    return lax.dynamic_update_index_in_dim(total, old + part, here.group, 0)
+
+
 def _rows(block: int, x_RI: jax.Array, weight_GOI: jax.Array, list_: Visits, out: int) -> jax.Array:
     """Every row times its group's weight, whose dim `out` is not summed: [R, weight.shape[out]]."""
 
     def visit(y: jax.Array, here: Visits) -> jax.Array:
-        x = lax.dynamic_slice_in_dim(x_RI, here.start, block)
-        weight = lax.dynamic_index_in_dim(weight_GOI, here.group, keepdims=False)
-        new = lax.dot_general(x, weight, (((1,), (2 - out,)), ((), ())))
-        old = lax.dynamic_slice_in_dim(y, here.start, block)
-        return lax.dynamic_update_slice_in_dim(y, jnp.where(own_rows(block, here), new, old), here.start, axis=0)
+        (x,), (weight,) = slices(block, here, x_RI), pick(here, weight_GOI)
+        return put(block, here, y, lax.dot_general(x, weight, (((1,), (2 - out,)), ((), ()))))
 
-    start = jnp.zeros_like(x_RI, shape=(x_RI.shape[0], weight_GOI.shape[out]))
-    return over(list_, visit, start)
+    return over(list_, visit, jnp.zeros_like(x_RI, shape=(x_RI.shape[0], weight_GOI.shape[out])))
 
 
 def _weights(block: int, x_RI: jax.Array, dy_RO: jax.Array, list_: Visits, groups: int) -> jax.Array:
     """Sum over each group's rows of dy[r] x[r]: [G, O, I] in float32, or float64 if x is."""
-    dtype = jnp.promote_types(x_RI.dtype, jnp.float32)
 
     def visit(total: jax.Array, here: Visits) -> jax.Array:
-        x, dy = (lax.dynamic_slice_in_dim(a, here.start, block) for a in (x_RI, dy_RO))
-        dy = jnp.where(own_rows(block, here), dy, 0)
-        part = lax.dot_general(dy, x, (((0,), (0,)), ((), ())), preferred_element_type=dtype)
-        old = lax.dynamic_index_in_dim(total, here.group, keepdims=False)
-        return lax.dynamic_update_index_in_dim(total, old + part, here.group, 0)
+        x, dy = slices(block, here, x_RI, dy_RO)
+        return add(here, total, jnp.where(own_rows(block, here), dy, 0), x)
 
-    start = jnp.zeros_like(x_RI, shape=(groups, dy_RO.shape[1], x_RI.shape[1]), dtype=dtype)
-    return over(list_, visit, start)
+    dtype = jnp.promote_types(x_RI.dtype, jnp.float32)
+    return over(list_, visit, jnp.zeros_like(x_RI, shape=(groups, dy_RO.shape[1], x_RI.shape[1]), dtype=dtype))

@@ -19,8 +19,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxpar.ops.grouped_matmul import Visits, default_block, over, own_rows, same_variation, visits
-from jaxpar.ops.mlp import gated
+from jaxpar.ops.grouped_matmul import Visits, add, default_block, over, own_rows, pick, put, slices, visits
+from jaxpar.ops.mlp import gated, weighted
+from jaxpar.ops.variation import same_variation
 
 Three = tuple[jax.Array, jax.Array, jax.Array]
 
@@ -51,7 +52,7 @@ def in_sequence(
     assert rows and sizes_G.shape == (groups,), (x_RD.shape, sizes_G.shape)
     block = min(block or default_block(rows, groups), rows)
     list_ = visits(sizes_G, rows, block)
-    x_RD, weight_R, *wide = same_variation(list_, x_RD, weight_R, *experts)
+    x_RD, weight_R, *wide = same_variation(x_RD, weight_R, *experts, beside=[list_.group])
     return _grouped(block, activation, x_RD, weight_R, (wide[0], wide[1], wide[2]), list_)
 
 
@@ -60,31 +61,12 @@ def _times(x: jax.Array, weight: jax.Array, dim: int) -> jax.Array:
     return lax.dot_general(x, weight, (((1,), (dim,)), ((), ())))
 
 
-def _slices(block: int, arrays: tuple[jax.Array, ...], here: Visits) -> list[jax.Array]:
-    return [lax.dynamic_slice_in_dim(a, here.start, block) for a in arrays]
-
-
-def _pick(experts: Three, here: Visits) -> list[jax.Array]:
-    return [lax.dynamic_index_in_dim(a, here.group, keepdims=False) for a in experts]
-
-
-def _put(block: int, total: jax.Array, new: jax.Array, here: Visits) -> jax.Array:
-    """`total` with this visit's rows in the place of its own."""
-    (old,) = _slices(block, (total,), here)
-    return lax.dynamic_update_slice_in_dim(total, jnp.where(own_rows(block, here), new, old), here.start, axis=0)
-
-
-def _weighted(hidden: jax.Array, weight: jax.Array) -> jax.Array:
-    """hidden[block, F] times weight[block], rounded once to hidden's dtype."""
-    return (hidden.astype(weight.dtype) * weight[:, None]).astype(hidden.dtype)
-
-
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _grouped(block: int, activation: str, x_RD: jax.Array, weight_R: jax.Array, experts: Three, list_: Visits) -> tuple[jax.Array, Three]:
     def visit(y: jax.Array, here: Visits) -> jax.Array:
-        (x, weight), (gate, up, down) = _slices(block, (x_RD, weight_R), here), _pick(experts, here)
+        (x, weight), (gate, up, down) = slices(block, here, x_RD, weight_R), pick(here, *experts)
         hidden = gated(_times(x, gate, 1), _times(x, up, 1), activation)
-        return _put(block, y, _times(_weighted(hidden, weight), down, 1), here)
+        return put(block, here, y, _times(weighted(hidden, weight), down, 1))
 
     return over(list_, visit, jnp.zeros_like(x_RD)), experts
 
@@ -97,23 +79,18 @@ def _backward(block: int, activation: str, residuals: tuple, gradients: tuple[ja
     (x_RD, weight_R, experts, list_), (dy_RD, later) = residuals, gradients
     dtype = jnp.promote_types(x_RD.dtype, jnp.float32)
 
-    def add(total: jax.Array, left: jax.Array, right: jax.Array, here: Visits) -> jax.Array:
-        part = lax.dot_general(left, right, (((0,), (0,)), ((), ())), preferred_element_type=dtype)
-        old = lax.dynamic_index_in_dim(total, here.group, keepdims=False)
-        return lax.dynamic_update_index_in_dim(total, old + part, here.group, 0)
-
     def visit(carry: tuple[jax.Array, jax.Array, Three], here: Visits) -> tuple[jax.Array, jax.Array, Three]:
         dx, dweight, (dgates, dups, ddowns) = carry
-        (x, weight, dy), (gate, up, down) = _slices(block, (x_RD, weight_R, dy_RD), here), _pick(experts, here)
+        (x, weight, dy), (gate, up, down) = slices(block, here, x_RD, weight_R, dy_RD), pick(here, *experts)
         mine = own_rows(block, here)
         dy = jnp.where(mine, dy, 0)  # and so all of this visit's gradients
         hidden, transpose = jax.vjp(partial(gated, name=activation), _times(x, gate, 1), _times(x, up, 1))
         dhidden = _times(dy, down, 0)
         new = (dhidden.astype(dtype) * hidden.astype(dtype)).sum(1).astype(weight.dtype)
-        dgate, dup = transpose(_weighted(dhidden, weight))
-        totals = add(dgates, dgate, x, here), add(dups, dup, x, here), add(ddowns, dy, _weighted(hidden, weight), here)
-        dx = _put(block, dx, _times(dgate, gate, 0) + _times(dup, up, 0), here)
-        return dx, _put(block, dweight[:, None], new[:, None], here)[:, 0], totals
+        dgate, dup = transpose(weighted(dhidden, weight))
+        totals = add(here, dgates, dgate, x), add(here, dups, dup, x), add(here, ddowns, dy, weighted(hidden, weight))
+        dx = put(block, here, dx, _times(dgate, gate, 0) + _times(dup, up, 0))
+        return dx, put(block, here, dweight[:, None], new[:, None])[:, 0], totals
 
     dgates, dups, ddowns = (total.astype(dtype) for total in later)
     start = (jnp.zeros_like(x_RD), jnp.zeros_like(weight_R), (dgates, dups, ddowns))

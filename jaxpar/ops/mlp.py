@@ -1,4 +1,4 @@
-"""Activations of the gated MLP. F MLP width."""
+"""Activations of the gated MLP. R rows, F MLP width."""
 
 from __future__ import annotations
 
@@ -42,3 +42,8 @@ def gated(gate_F: jax.Array, up_F: jax.Array, name: str) -> jax.Array:
         gate, up = jnp.minimum(gate_F.astype(dtype), LIMIT), jnp.clip(up_F.astype(dtype), -LIMIT, LIMIT)
         return (gate * lax.logistic(SLOPE * gate) * (up + 1)).astype(gate_F.dtype)
     return (activation(name)(gate_F.astype(dtype)) * up_F.astype(dtype)).astype(gate_F.dtype)
+
+
+def weighted(hidden_RF: jax.Array, weight_R: jax.Array) -> jax.Array:
+    """hidden times each row's weight, [R, F], rounded once to hidden's dtype."""
+    return (hidden_RF.astype(weight_R.dtype) * weight_R[:, None]).astype(hidden_RF.dtype)

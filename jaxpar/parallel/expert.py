@@ -215,7 +215,7 @@ def _ragged(x_TD: jax.Array, weights_TK: jax.Array, chosen_TK: jax.Array, dispat
     held, size = dispatch.experts // ways, dispatch.rows(chosen_TK.shape[0], chosen_TK.shape[1], ways)
     rows, sizes_E, _ = sort(chosen_TK, dispatch.experts, chosen_TK.size)
     plan, from_nG, overflow = _plan(sizes_E.reshape(ways, held), size, dispatch.axes)
-    # What arrives lies device by device, each device's rows by expert. Then by expert.
+    # Arrived rows lie device by device, by expert only within each; `experts` wants all rows of an expert together.
     row_R, ends = jnp.arange(size, dtype=jnp.int32), jnp.cumsum(from_nG.reshape(-1))
     expert_R = jnp.where(row_R < ends[-1], (ends[None, :] <= row_R[:, None]).sum(1, dtype=jnp.int32) % held, held)
     again, sizes_G, _ = sort(expert_R[:, None], held, size)

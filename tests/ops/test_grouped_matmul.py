@@ -90,12 +90,21 @@ def test_visits_cover_every_row_once(sizes, block):
 
 
 def test_bfloat16_sums_in_float32():
-    x, weight, dy = (jnp.asarray(a, jnp.bfloat16) for a in drawn())
-    got = program(8)(x, weight, jnp.asarray([20, 0, 3, 14]), dy)
-    want = reference(*(np.asarray(a, np.float64) for a in (x, weight)), [20, 0, 3, 14], np.asarray(dy, np.float64))
-    for a, b in zip(got, want, strict=True):
+    """Hundreds of rows of one sign in blocks of 8, against float64: half a unit in the last place, of the one rounding of each result.
+
+    Control: the weights' gradients added up in bfloat16, block by block."""
+    rng, sizes, block = np.random.default_rng(0), [600, 0, 333, 91], 8
+    shapes = (sum(sizes), I), (G, O, I), (sum(sizes), O)
+    x, weight, dy = (jnp.asarray(1 + rng.random(shape), jnp.bfloat16) for shape in shapes)
+    wide = [np.asarray(a, np.float64) for a in (x, weight, dy)]
+    want = reference(*wide[:2], sizes, wide[2])
+    for a, b in zip(program(block)(x, weight, jnp.asarray(sizes), dy), want, strict=True):
         assert a.dtype == jnp.bfloat16
-        np.testing.assert_allclose(np.asarray(a, np.float64), b, rtol=1e-2, atol=1e-2)
+        np.testing.assert_allclose(np.asarray(a, np.float64), b, rtol=2.0**-8)
+    total = jnp.zeros((O, I), jnp.bfloat16)
+    for start in range(0, sizes[0], block):
+        total += dy[start : start + block].T @ x[start : start + block]
+    assert np.abs(np.asarray(total, np.float64) / want[2][0] - 1).max() > 2.0**-7
 
 
 def test_no_rows():

@@ -101,7 +101,7 @@ def test_chunks_in_sequence_share_one_gradient():
 
 def test_visits_without_rows_are_not_made(monkeypatch):
     """64 rows in blocks of 8 with 4 groups are 11 visits at most; 9, 0, 7 and 5 rows need 4 of them."""
-    from jaxpar.ops import grouped_mlp as module
+    from jaxpar.ops import grouped_matmul as module
 
     made, own_rows = [], module.own_rows
 

@@ -123,3 +123,9 @@ VARIANTS = {
     # Apart from the above, because gradients of cast weights are rounded: sums over parts of a batch equal the whole's to 2^-9 only.
     "everything, cast": {"remat": True, "inner_jit": True, "chunks": 4, "router": True, "cast": jnp.bfloat16},
 }
+
+
+def gap(got, want):
+    """The largest max|a−b| / max|b| over the leaves."""
+    pairs = zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True)
+    return max(float(abs(a - b).max() / (abs(b).max() + 1e-300)) for a, b in pairs)

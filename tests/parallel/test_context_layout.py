@@ -67,14 +67,12 @@ def test_every_visible_pair_meets_once(name, ring):
 
 @pytest.mark.parametrize("ring", [2, 4, 8])
 def test_work_of_devices(ring):
-    """max/mean of causal pairs: zigzag equal to the pair, striped within n - 1 pairs in S + 1 (1.00 from 1,400 tokens over 8 devices on),
-    contiguous nearly twice the mean."""
+    """max/mean of causal pairs: zigzag equal to the pair, striped within n - 1 pairs in S + 1, contiguous nearly twice the mean."""
     length = 64 * ring
     shares = {name: work(schedule(Layout(name, ring), length)) for name in LAYOUTS}
     ratio = {name: share.max() / share.mean() for name, share in shares.items()}
     assert ratio["zigzag"] == 1 and ratio["striped"] == pytest.approx(1 + (ring - 1) / (length + 1), rel=1e-12)
     assert ratio["contiguous"] == pytest.approx((2 * ring - 1) / ring, rel=0.02)
-    assert round(1 + 7 / 1401, 2) == round(1 + 63 / (1048576 + 1), 2) == 1
 
 
 def test_windows_end_the_walk():

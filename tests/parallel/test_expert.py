@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
 from jaxpar.config import MeshShape
@@ -45,6 +47,15 @@ def reference(x, weights, chosen, up, down, kept=None):
     return y
 
 
+def served(up, down):
+    """Experts of two matrices with tanh between them, on rows sorted by expert."""
+
+    def experts(rows, weights, sizes):
+        return grouped_matmul(jnp.tanh(grouped_matmul(rows, up, sizes, 8)) * weights[:, None], down, sizes, 8)
+
+    return experts
+
+
 @functools.cache
 def program(fold, method, **settings):
     return _program(FOLDS[fold][0], Dispatch(experts=E, axes=FOLDS[fold][1], method=method, **settings))
@@ -57,10 +68,7 @@ def _program(shape, dispatch):
 
     def local(x, weights, chosen, up, down, dy):
         def forward(x, weights, up, down):
-            def experts(rows, weights, sizes):
-                return grouped_matmul(jnp.tanh(grouped_matmul(rows, up, sizes, 8)) * weights[:, None], down, sizes, 8)
-
-            return through(x, weights, chosen, experts, dispatch)[:2]
+            return through(x, weights, chosen, served(up, down), dispatch)[:2]
 
         y, transpose, lost = jax.vjp(forward, x, weights, up, down, has_aux=True)
         dx, dweights, dup, ddown = transpose(dy)
@@ -125,11 +133,8 @@ def test_moe_in_somebody_elses_shard_map():
     mesh = jax.make_mesh((4,), ("workers",), axis_types=(jax.sharding.AxisType.Auto,))
 
     def local(x, matrix, up, down):
-        def experts(rows, weights, sizes):
-            return grouped_matmul(jnp.tanh(grouped_matmul(rows, up, sizes, 8)) * weights[:, None], down, sizes, 8)
-
         dispatch = Dispatch(experts=E, axes=("workers",), method="ragged", buffer_factor=4.0, chunks=2)
-        y, lost = moe(x, lambda x: select(kind, x @ matrix.T), experts, dispatch)
+        y, lost = moe(x, lambda x: select(kind, x @ matrix.T), served(up, down), dispatch)
         return y, lost.overflow[None]
 
     by_worker = P("workers")
@@ -162,6 +167,27 @@ def test_overflow_is_counted(method):
         load = np.array([(chosen // (E // 4) == device).sum() for device in range(4)])
         assert load.max() > room
         np.testing.assert_array_equal(outcome(run, kind)[1].overflow, np.maximum(load - room, 0))
+
+
+@pytest.mark.parametrize("method", ["gather", "ragged"])
+@pytest.mark.parametrize("chunks", [1, 3])
+@given(bias=st.lists(st.floats(0, 3), min_size=E, max_size=E), padding=st.sampled_from([0, 0.3, 1]), seed=st.integers(0, 99))
+@settings(max_examples=15, deadline=None, derandomize=True)
+def test_overflow_of_any_load(method, chunks, bias, padding, seed):
+    """Each chunk's buffer by itself; tokens that lost nothing have what a plain loop gives them."""
+    x, weights, _, up, down = drawn()
+    rng = np.random.default_rng(seed)
+    chosen = np.argsort(-rng.random((T, E)) - np.array(bias), axis=1)[:, :K].astype(np.int32)
+    chosen[rng.random(T) < padding] = E
+    y, lost, *_ = jax.device_get(program("expert", method, buffer_factor=1.0, chunks=chunks)(x, weights, chosen, up, down, np.ones((T, D))))
+    by_chunk = chosen.reshape(4, chunks, -1)  # of a device's tokens
+    load = np.array([[(by_chunk[:, chunk] // (E // 4) == device).sum() for chunk in range(chunks)] for device in range(4)])
+    over = np.maximum(load - T // 4 * K // chunks, 0)
+    np.testing.assert_array_equal(lost.overflow, over.sum(1))
+    full = np.zeros((T // 4, 5), bool)  # by place on its device and the device that serves it; 4 is nobody
+    full[:, :4] = np.repeat(over.T > 0, T // 4 // chunks, axis=0)
+    safe = ~full[np.arange(T)[:, None] % (T // 4), chosen // (E // 4)].any(1)
+    np.testing.assert_allclose(y[safe], reference(x, weights, chosen, up, down)[safe], rtol=1e-11, atol=1e-12)
 
 
 @pytest.mark.parametrize("by_weight", [False, True])
@@ -229,6 +255,7 @@ def test_the_real_exchange_gets_what_the_padded_one_gets(monkeypatch):
     from jax import lax
 
     seen: dict[str, list] = {"cpu": [], "gpu": []}
+    filled: list[bool] = []  # whether what the primitive writes into holds anything yet
 
     def recorded(name, real, arguments):
         where = jax.lax.axis_index("expert")
@@ -236,7 +263,8 @@ def test_the_real_exchange_gets_what_the_padded_one_gets(monkeypatch):
         return real
 
     def primitive(operand, output, input_offsets, send_sizes, output_offsets, recv_sizes, *, axis_name):
-        assert axis_name == (EXPERT,) and not isinstance(output, np.ndarray)
+        assert axis_name == (EXPERT,)
+        jax.debug.callback(lambda output: filled.append(output.any()), output)
         arguments = operand, input_offsets, send_sizes, output_offsets, recv_sizes
         return recorded("gpu", padded(operand, output.shape[0], *arguments[1:], axis_name), arguments)
 
@@ -256,5 +284,6 @@ def test_the_real_exchange_gets_what_the_padded_one_gets(monkeypatch):
     assert gap([results["gpu"][0], *results["gpu"][2:]], [results["cpu"][0], *results["cpu"][2:]]) == 0
     calls = {name: sorted((place, *(value.tobytes() for value in values)) for place, *values in found) for name, found in seen.items()}
     assert calls["gpu"] == calls["cpu"] and len(calls["gpu"]) == 4 * 6  # rows, weights and results, and the gradients of each
+    assert len(filled) == len(calls["gpu"]) and not any(filled), "rows that nothing arrives in would not be zeros"
     sizes = [values[2] for _, *values in seen["gpu"]]
     assert any((size == 0).any() for size in sizes) or len({tuple(size) for size in sizes}) > 4, "an uneven load"

@@ -15,6 +15,7 @@ from jaxpar.config import MeshShape
 from jaxpar.mesh import make_mesh
 from jaxpar.parallel import collectives, remat, runs
 from jaxpar.parallel.stack import Context, LayerStack
+from tests.parallel.blocks import gap
 
 B, D = 4, 6  # batch, width
 MESH = make_mesh(MeshShape(data=2), jax.devices()[:2])
@@ -147,11 +148,6 @@ def expected(windows):
 
 WINDOWS = {"pairs and one": (2, 3, 2, 3, 2, 3, 2), "two loops": (2, 2, 2, 3, 3), "all apart": (2, 3, 4), "one": (2,), "a pair": (2, 3)}
 FORMS = [("fused", 0, 1), ("fused", 2, 1), ("fused", 3, 1), ("split", 0, 1), ("split", 3, 1), ("fused", 3, 2)]
-
-
-def gap(found, wanted):
-    pairs = zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True)
-    return max(float(np.abs(a - b).max() / np.abs(b).max()) for a, b in pairs)
 
 
 QUICK = [("pairs and one", 0), ("pairs and one", 2), ("pairs and one", 4), ("two loops", 1), ("two loops", 5), ("one", 2), ("a pair", 0)]

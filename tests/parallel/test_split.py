@@ -10,6 +10,7 @@ from jaxpar.config import MeshShape
 from jaxpar.mesh import make_mesh
 from jaxpar.parallel import collectives, flatten, joint, operations, remat, split
 from tests.parallel import blocks
+from tests.parallel.blocks import gap
 
 LAYER = {name: P(*spec[1:]) for name, spec in blocks.SPECS.items()}
 X = P("data", "tensor")
@@ -56,11 +57,6 @@ def run(block, keep, fused_loops=False):
     x = jax.random.normal(jax.random.key(5), (4, blocks.S, blocks.D), jnp.float64)
     program = jax.shard_map(local, mesh=MESH, in_specs=(LAYER, X, CONTEXT_SPECS), out_specs=(grads,) * 3)
     return *jax.jit(program)(ONE, x, CONTEXT), facts[-1]
-
-
-def gap(got, want):
-    pairs = zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True)
-    return max(float(abs(a - b).max() / (abs(b).max() + 1e-300)) for a, b in pairs)
 
 
 @pytest.mark.parametrize("keep", remat.POLICIES)

@@ -12,6 +12,7 @@ from jaxpar.mesh import make_mesh
 from jaxpar.parallel import collectives, remat, runs
 from jaxpar.parallel.stack import LayerStack
 from tests.parallel import blocks
+from tests.parallel.blocks import gap
 
 MESH = make_mesh(MeshShape(data=4, tensor=2))
 X = P("data", "tensor")
@@ -118,11 +119,6 @@ def run(form, *, zero=0, parts=1, keep="matmuls", repeat=1, again=(), fused_loop
     home = HOME if zero >= 2 else blocks.SPECS
     program = jax.shard_map(local, mesh=MESH, in_specs=(HOME if zero == 3 else blocks.SPECS, X, CONTEXT_SPECS), out_specs=(X, X, home, P()))
     return jax.device_get(jax.jit(program)(blocks.init(), inputs(), blocks.context()))
-
-
-def gap(got, want):
-    pairs = zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True)
-    return max(float(abs(a - b).max() / (abs(b).max() + 1e-300)) for a, b in pairs)
 
 
 @functools.cache

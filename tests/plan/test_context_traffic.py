@@ -132,11 +132,14 @@ def test_layers_compute_what_their_windows_reach(name):
 
 
 def keys(run, kind="permute"):
-    return sum(one.payload for one in traced(run) if one.kind == kind and one.axes == ("seq",))
+    """Bytes that activations send over `seq`."""
+    return sum(one.bytes for one in traced(run) if (one.kind, one.axes, one.dtype) == (kind, ("seq",), "float32"))
 
 
 def test_closed_forms():
-    """K + V blocks of a device, forward and backward: ring 3 (n - 1); a window only what it reaches."""
+    """Forward and backward, of K + V of a device (one head each): ring 3 (n - 1); a window only what it reaches; a gather (n - 1), and as
+    much for the sums home. Of a head's block: Ulysses 2 (n - 1)/n (2 N + 2 max(K, n)) with n = 4 and N = 4; usp, with n = 2, this
+    and a ring over 2 of blocks twice as long."""
     block = 2 * 8 * (64 // 4) * 1 * 4 * 4  # K and V, 8 rows, 16 tokens, 1 head of 4 float32
     times = MODEL.layers
     assert keys(step(zero=0)) == 3 * 3 * block * times
@@ -145,6 +148,13 @@ def test_closed_forms():
     assert keys(step(zero=0, layout="zigzag", windows=(9,))) == 3 * 1 * block * times
     assert keys(step(zero=0, layout="contiguous", windows=(9, 0), layers=5)) == 3 * (3 * 1 + 2 * 3) * block
     assert keys(step(zero=0, layout="zigzag", windows=(9, 0), layers=5)) == 3 * (3 * 1 + 2 * 3) * block
+    once = {"zero": 0, "remat": "none"}  # policies that compute attention's inputs again send them again
+    assert keys(step(method="gather", **once), "all_gather") == 3 * block * times
+    assert keys(step(method="gather", **once), "reduce_scatter") == 3 * block * times
+    head = block // 2
+    assert keys(step(method="ulysses", **once), "all_to_all") == 2 * 3 * (2 * 4 + 2 * 4) * head // 4 * times
+    assert keys(step(method="usp", **once), "all_to_all") == 2 * 1 * (2 * 4 + 2 * 2) * head // 2 * times
+    assert keys(step(method="usp", **once)) == 3 * 1 * (2 * block) * times
 
 
 @pytest.mark.parametrize(

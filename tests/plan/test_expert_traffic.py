@@ -14,14 +14,15 @@ from jaxpar.plan.traffic import summary
 from jaxpar.train import gradients
 from jaxpar.train.step import build_training
 from tests.traced import traced_collectives
-from tests.train.programs import each
+from tests.train.programs import each, measured
 
 E, K, D, TOKENS = 8, 2, 32, 32 * 16  # of a step
 EXPERT, FOLDED, WHOLE = ("expert",), ("expert", "tensor"), ("expert", "seq", "tensor")
 
 
 def run(data=1, expert=1, seq=1, tensor=1, shared=0, balance="sequence", moe=(), **train):
-    moe = MoeConfig(experts=E, per_token=K, width=24, balance=balance, balance_weight=0.01, shared_width=shared, **dict(moe))
+    given = {"per_token": K, **dict(moe)}
+    moe = MoeConfig(experts=E, width=24, balance=balance, balance_weight=0.01, shared_width=shared, **given)
     return Config(
         model=ModelConfig(vocabulary=64, width=D, layers=3, heads=4, kv_heads=2, head_width=8, mlp_width=48, moe=moe),
         mesh=MeshShape(data=data, expert=expert, seq=seq, tensor=tensor),
@@ -93,6 +94,30 @@ def test_bytes_of_a_forward_and_of_a_backward_by_hand(n):
     totals = summary([one for one in formulas.step_traffic(config) if "experts" in one.source])
     sent = [totals[kind, ("expert",), "bfloat16"].bytes for kind in ("all_gather", "reduce_scatter")]
     assert sent == [layers * each_way * n / K] * 2
+
+
+@pytest.mark.parametrize("method", ["capacity", "gather"])
+def test_bytes_as_compiled_by_hand(method):
+    """Of the program that XLA makes for the CPU, where these two send what they do on GPUs. Capacity 1.0: of each choice D values and its
+    weight there, D values back; backward as many. Gather: of each token D values and its choices' weights and numbers to every device, D
+    values of sums back; backward as many but for the numbers.
+
+    Control: one expert of a token more."""
+    n, layers, size, k = 4, 3, 4, {"per_token": 3}
+    settings = {"remat": "none", "zero": 0, "compute_dtype": "float32", "loss_chunk": 24, "expert_dispatch": method, "expert_capacity": 1.0}
+    found = summary(measured(run(expert=n, **settings)).sent)
+    sent = {(kind, dtype): total.bytes for (kind, axes, dtype), total in found.items() if axes == EXPERT and kind != "all_reduce"}
+    if method == "capacity":
+        each_way = K * TOKENS // n * (2 * D + 1) * size * (n - 1) // n
+        hand = {("all_to_all", "float32"): 2 * layers * each_way}
+    else:
+        each_way = (n - 1) * TOKENS // n * (2 * D + K) * size
+        numbers = (n - 1) * TOKENS // n * K * size
+        hand = {(kind, "float32"): layers * each_way for kind in ("all_gather", "reduce_scatter")}
+        hand["all_gather", "int32"] = layers * numbers
+    assert sent == hand
+    other = summary(formulas.step_traffic(run(expert=n, moe=k, **settings)))
+    assert any(other[kind, EXPERT, dtype].bytes != total for (kind, dtype), total in sent.items())
 
 
 def test_experts_belong_to_the_axes_that_do_not_split_them():

@@ -15,7 +15,7 @@ B batch, S tokens of this device, N query heads, K key/value heads, H head width
                                                          what the forward got is not kept
     ring      the same, a block at a time while it       twice that (keys again, dk and dv)  two blocks of keys
               computes; with a window fewer
-    ulysses   (n-1)/n (N H + K H + K W + N W) B S        the same, and q, k, v again          all tokens of N/n heads
+    ulysses   (n-1)/n (N + max(K, n)) (H + W) B S        the same, and q, k, v again          all tokens of N/n heads
     usp       ulysses over `ulysses` neighbours, and the ring over the rest with N/ulysses heads
 """
 
@@ -28,9 +28,9 @@ from jaxpar.config import ContextConfig
 from jaxpar.mesh import SEQ
 from jaxpar.ops.attention import attention as local_attention
 from jaxpar.ops.attention import row_masking
-from jaxpar.ops.blockwise import same_variation
 from jaxpar.ops.cudnn import cudnn_covers
 from jaxpar.ops.tiles import Marks
+from jaxpar.ops.variation import same_variation
 from jaxpar.parallel.collectives import all_gather, axis_index, axis_size, vary_like, varying
 from jaxpar.parallel.context import exchange
 from jaxpar.parallel.context.blocks import attend
@@ -78,6 +78,8 @@ def attention(
     is their sum over the axis where sinks are equal on it, else this device's share. Raises ValueError, before compilation, for shapes,
     dtypes, options and masks that contradict each other, heads that Ulysses cannot deal, and lengths that do not divide; TypeError where
     q, k or v does not vary over the axis.
+    Source: ring, Liu et al. (2023); ulysses, Jacobs et al. (2023); usp, Fang and Zhao (2024); gather, The Llama 3 Herd of Models (2024),
+    section 3.3.2.
     """
     check_options(causal, prefix_BS is not None, window, softcap, block, implementation)
     check_heads_and_tokens(q_BSNH, k_BSKH, v_BSKW)
@@ -113,7 +115,7 @@ def attention(
     segments, prefix = (_whole_row(x_BS, shape, axis) for x_BS in (segments_BS, prefix_BS))
     place = axis_index(axis).astype(jnp.int32)
     marks = Marks(place, place, segments, prefix, None if known else window)
-    q, k, v = same_variation(q_BSNH, k_BSKH, v_BSKW, marks)
+    q, k, v = same_variation(q_BSNH, k_BSKH, v_BSKW, beside=jax.tree.leaves(marks))
     sinks = None if sinks_N is None else vary_like(sinks_N, q)
     if over.inner > 1:
         q, k, v = (exchange.to_heads(x, axis, over.inner) for x in (q, k, v))
