@@ -132,7 +132,7 @@ def _rows(block: int, x_RI: jax.Array, weight_GOI: jax.Array, list_: Visits, out
         weight = lax.dynamic_index_in_dim(weight_GOI, here.group, keepdims=False)
         new = lax.dot_general(x, weight, (((1,), (2 - out,)), ((), ())))
         old = lax.dynamic_slice_in_dim(y, here.start, block)
-        return lax.dynamic_update_slice_in_dim(y, jnp.where(own_rows(block, here), new, old), here.start, axis=0)
+        return lax.dynamic_update_slice_in_dim(y, jnp.where(own_rows(block, here), new.astype(y.dtype), old), here.start, axis=0)
 
     start = jnp.zeros_like(x_RI, shape=(x_RI.shape[0], weight_GOI.shape[out]))
     return over(list_, visit, start)

@@ -37,7 +37,7 @@ def grouped_mlp(
 ) -> jax.Array:
     """weight * down(activation(gate x) * up x) of each row's group: [R, D] in x's dtype, zeros behind the last group. `block` 0 chooses.
 
-    Local, no bytes moved. Gradients have their arrays' dtypes; sums over rows are in float32, or float64 if x is.
+    Local, no bytes moved. Gradients have their arrays' dtypes; sums over rows are in float32, or float64 if x or experts are.
     """
     return in_sequence(x_RD, weight_R, (gate_GFD, up_GFD, down_GDF), sizes_G, activation, block)[0]
 
@@ -71,7 +71,7 @@ def _pick(experts: Three, here: Visits) -> list[jax.Array]:
 def _put(block: int, total: jax.Array, new: jax.Array, here: Visits) -> jax.Array:
     """`total` with this visit's rows in the place of its own."""
     (old,) = _slices(block, (total,), here)
-    return lax.dynamic_update_slice_in_dim(total, jnp.where(own_rows(block, here), new, old), here.start, axis=0)
+    return lax.dynamic_update_slice_in_dim(total, jnp.where(own_rows(block, here), new.astype(total.dtype), old), here.start, axis=0)
 
 
 def _weighted(hidden: jax.Array, weight: jax.Array) -> jax.Array:
@@ -95,7 +95,7 @@ def _forward(block: int, activation: str, x_RD: jax.Array, weight_R: jax.Array, 
 
 def _backward(block: int, activation: str, residuals: tuple, gradients: tuple[jax.Array, Three]) -> tuple:
     (x_RD, weight_R, experts, list_), (dy_RD, later) = residuals, gradients
-    dtype = jnp.promote_types(x_RD.dtype, jnp.float32)
+    dtype = jnp.promote_types(jnp.promote_types(x_RD.dtype, experts[0].dtype), jnp.float32)
 
     def add(total: jax.Array, left: jax.Array, right: jax.Array, here: Visits) -> jax.Array:
         part = lax.dot_general(left, right, (((0,), (0,)), ((), ())), preferred_element_type=dtype)
