@@ -140,6 +140,7 @@ BAD = [
     ({"q": (1, 0, 8, 4), "k": (1, 0, 2, 4), "v": (1, 0, 2, 4)}, r"q_BSNH: shape \(1, 0, 8, 4\) has no elements"),
     ({"dtype": jnp.int32}, r"q_BSNH: int32 are not floating-point numbers"),
     ({"sinks_N": jnp.zeros(8, jnp.int32)}, r"sinks_N: int32 are not floating-point numbers"),
+    ({"axis": ("seq",)}, r"axis: \('seq',\) is not the name of one mesh axis"),
     ({"block": 0}, r"block: 0 must be at least 1 token"),
     ({"window": -1}, r"window: -1 must not be negative"),
     ({"window": 2.5}, r"window: float\d+\[\] is not one whole number"),

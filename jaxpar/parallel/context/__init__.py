@@ -24,7 +24,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from jaxpar.config import ContextConfig
+from jaxpar.config import ContextConfig, require
 from jaxpar.mesh import SEQ
 from jaxpar.ops.attention import attention as local_attention
 from jaxpar.ops.attention import row_masking
@@ -79,6 +79,7 @@ def attention(
     dtypes, options and masks that contradict each other, heads that Ulysses cannot deal, and lengths that do not divide; TypeError where
     q, k or v does not vary over the axis.
     """
+    require(isinstance(axis, str), f"axis: {axis!r} is not the name of one mesh axis")
     check_options(causal, prefix_BS is not None, window, softcap, block, implementation)
     check_heads_and_tokens(q_BSNH, k_BSKH, v_BSKW)
     devices, shape = axis_size(axis), q_BSNH.shape[:2]
