@@ -32,7 +32,10 @@ def check_tokens(x_TD: jax.Array, experts: int, axes: tuple[str, ...], chunks: i
     require(x_TD.shape[0] % chunks == 0, f"chunks: {x_TD.shape[0]} tokens of a device do not divide in {chunks} chunks")
     same = [axis for axis in as_tuple(axes) if axis_size(axis) > 1 and axis not in varying(x_TD)]
     if same:
-        raise TypeError(f"x_TD: it does not vary over {same}, so every device there has the same tokens; split them over {same}")
+        raise TypeError(
+            f"x_TD: it does not vary over {same}, so every device there has the same tokens; split them over {same}, "
+            "by a shard_map with check_vma=True"
+        )
 
 
 def check_routed(x_TD: jax.Array, weights_TK: jax.Array, chosen_TK: jax.Array) -> None:

@@ -186,3 +186,6 @@ def test_a_value_that_the_axis_does_not_split(name):
     shapes = [x if spec == P() else jnp.zeros((1, 16, 2, 4)) for spec in specs]
     with pytest.raises(TypeError, match=f"^{name}: it does not vary over 'seq'"):
         jax.eval_shape(whole, *shapes)
+    unchecked = jax.shard_map(attention, mesh=mesh, in_specs=(P(None, "seq"),) * 3, out_specs=P(None, "seq"), check_vma=False)
+    with pytest.raises(TypeError, match=r"shard_map with check_vma=True"):
+        jax.eval_shape(unchecked, *[jnp.zeros((1, 16, 2, 4))] * 3)

@@ -112,7 +112,7 @@ BAD = [
     ({"method": "dense"}, ValueError, r"method: 'dense' is not one of gather, ragged, capacity"),
     ({"buffer_factor": 0.5}, ValueError, r"buffer_factor: 0\.5 must be at least 1"),
     ({"capacity_factor": 0.0}, ValueError, r"capacity_factor: 0\.0 must be positive"),
-    ({"tokens": P()}, TypeError, r"x_TD: it does not vary over \['workers'\]"),
+    ({"tokens": P()}, TypeError, r"x_TD: it does not vary over \['workers'\].*; split .* with check_vma=True"),
     ({"x": (WAYS, 4, D)}, ValueError, r"x_TD: shape \(1, 4, 6\) is not \[tokens, width\]"),
     ({"dtype": jnp.int32}, ValueError, r"x_TD: int32 are not floating-point numbers"),
     ({"route": routed(weights=(4,))}, ValueError, r"router: weights_TK of shape \(4,\) is not \[4 tokens, experts of a token\]"),

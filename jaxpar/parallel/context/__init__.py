@@ -85,7 +85,10 @@ def attention(
     devices, shape = axis_size(axis), q_BSNH.shape[:2]
     for name, x in (("q_BSNH", q_BSNH), ("k_BSKH", k_BSKH), ("v_BSKW", v_BSKW)):
         if devices > 1 and axis not in varying(x):
-            raise TypeError(f"{name}: it does not vary over {axis!r}, so every device has the same tokens; split them over {axis!r}")
+            raise TypeError(
+                f"{name}: it does not vary over {axis!r}, so every device has the same tokens; split them over {axis!r}, "
+                "by a shard_map with check_vma=True"
+            )
     known = known_window(window)
     window = 0 if known and window >= shape[1] * devices else window  # it hides nothing; without one there is more that cuDNN covers
     check_marks(shape, devices, q_BSNH.shape[2], segments_BS, prefix_BS, sinks_N)
