@@ -69,6 +69,8 @@ def _check_tensor(config: Config, devices: int) -> None:
         f"model.kv_heads {model.kv_heads}": fits_kv(model.kv_heads),
         f"model.mlp_width {model.mlp_width}": lambda size: model.mlp_width % size == 0,
     }
+    if model.moe.experts and model.moe.shared_width:
+        needs[f"model.moe.shared_width {model.moe.shared_width}"] = lambda size: model.moe.shared_width % size == 0
     works = nearest(tensor, lambda size: size <= devices and all(fits(size) for fits in needs.values()))
     for name, fits in needs.items():
         if not fits(tensor):

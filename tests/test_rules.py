@@ -243,6 +243,10 @@ EXPERTS = {"model": {"moe": MoeConfig(experts=12, per_token=2)}}
             {"model": {"moe": MoeConfig(experts=12, width=6)}, "mesh": {"data": 2, "tensor": 4}, "train": {"expert_columns": True}},
             r"train.expert_columns: mesh.tensor 4 does not divide model.moe.width 6; sizes that work: 1, 2, 3, 6$",
         ),
+        (
+            {"model": {"moe": MoeConfig(experts=12, shared_width=6)}, "mesh": {"data": 2, "tensor": 4}},
+            r"mesh.tensor: 4 does not divide model.moe.shared_width 6; tensor sizes that work: 1, 2$",
+        ),
         ({"train": {"expert_chunks": 3}}, r"train.expert_chunks: \d+ tokens .* do not divide in 3 chunks; numbers that work: 1, 2, 4$"),
         (
             {"train": {"expert_dispatch": "capacity", "expert_capacity": 0.25}},

@@ -103,7 +103,8 @@ def attention_with_lse(
 
 def with_sinks(o_BSNW: jax.Array, lse_BNS: jax.Array, sinks_N: jax.Array) -> jax.Array:
     """The output of a softmax that also counts a logit of each head, which has no value, from that of one that does not."""
-    share_BNS = jnp.exp(lse_BNS - jnp.logaddexp(lse_BNS, sinks_N.astype(lse_BNS.dtype)[:, None]))
+    both_BNS = jnp.logaddexp(lse_BNS, sinks_N.astype(lse_BNS.dtype)[:, None])
+    share_BNS = jnp.exp(lse_BNS - jnp.where(both_BNS > -jnp.inf, both_BNS, 0))
     return (o_BSNW * jnp.moveaxis(share_BNS, 1, 2)[..., None]).astype(o_BSNW.dtype)
 
 

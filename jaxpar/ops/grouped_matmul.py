@@ -134,7 +134,7 @@ def pick(here: Visits, *arrays: jax.Array) -> list[jax.Array]:
 def put(block: int, here: Visits, total: jax.Array, new: jax.Array) -> jax.Array:
     """`total` [R, O] with the visit's rows of `new` [block, O] in the place of its own."""
     (old,) = slices(block, here, total)
-    return lax.dynamic_update_slice_in_dim(total, jnp.where(own_rows(block, here), new, old), here.start, axis=0)
+    return lax.dynamic_update_slice_in_dim(total, jnp.where(own_rows(block, here), new.astype(total.dtype), old), here.start, axis=0)
 
 
 def add(here: Visits, total: jax.Array, left: jax.Array, right: jax.Array) -> jax.Array:

@@ -38,7 +38,7 @@ def grouped_mlp(
 ) -> jax.Array:
     """weight * down(activation(gate x) * up x) of each row's group: [R, D] in x's dtype, zeros behind the last group. `block` 0 chooses.
 
-    Local, no bytes moved. Gradients have their arrays' dtypes; sums over rows are in float32, or float64 if x is.
+    Local, no bytes moved. Gradients have their arrays' dtypes; sums over rows are in float32, or float64 if x or experts are.
     """
     return in_sequence(x_RD, weight_R, (gate_GFD, up_GFD, down_GDF), sizes_G, activation, block)[0]
 
@@ -77,7 +77,7 @@ def _forward(block: int, activation: str, x_RD: jax.Array, weight_R: jax.Array, 
 
 def _backward(block: int, activation: str, residuals: tuple, gradients: tuple[jax.Array, Three]) -> tuple:
     (x_RD, weight_R, experts, list_), (dy_RD, later) = residuals, gradients
-    dtype = jnp.promote_types(x_RD.dtype, jnp.float32)
+    dtype = jnp.promote_types(jnp.promote_types(x_RD.dtype, experts[0].dtype), jnp.float32)
 
     def visit(carry: tuple[jax.Array, jax.Array, Three], here: Visits) -> tuple[jax.Array, jax.Array, Three]:
         dx, dweight, (dgates, dups, ddowns) = carry

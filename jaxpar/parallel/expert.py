@@ -35,8 +35,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxpar.config_checks import require
 from jaxpar.ops.rows import carry, combine, sort, sort_limited, spread
 from jaxpar.parallel import collectives
+from jaxpar.parallel.expert_inputs import check_dispatch, check_routed, check_tokens
 
 METHODS = ("gather", "ragged", "capacity")
 Experts = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
@@ -69,7 +71,7 @@ class Dispatch:
     chunks: int = 1
 
     def __post_init__(self) -> None:
-        assert self.method in METHODS and self.buffer_factor >= 1 and self.chunks >= 1, self
+        check_dispatch(self.method, METHODS, self.buffer_factor, self.capacity_factor, self.chunks)
 
     def rows(self, tokens: int, k: int, ways: int) -> int:
         """Rows of the buffer of a device, each of whose peers has `tokens` tokens of `k` experts. Never more than all there could be: a
@@ -94,11 +96,24 @@ def moe(x_TD: jax.Array, router: Router, experts: Experts, dispatch: Dispatch) -
 
     Returns (y[T, D] in x's dtype, `Lost`). Sharding of y is x's. Differentiable in x and in what router and experts close over; the
     gradients of an expert's weights are those of all tokens along the axes, and partial sums over other axes that split tokens.
-    Sends what the head of this file says, forward and backward alike. AssertionError where n does not divide E, or chunks T.
+    Sends what the head of this file says, forward and backward alike; nothing where T is 0. ValueError, before compilation, where n does
+    not divide E, or chunks T, and for results of `router` or `experts` of other shapes; TypeError where x does not vary over an axis.
     Source: Shazeer et al. (2017); Lepikhin et al., GShard (2020), section 3.2.
     """
+    check_tokens(x_TD, dispatch.experts, dispatch.axes, dispatch.chunks)
     weights_TK, chosen_TK = router(x_TD)
-    y_TD, lost, _ = through(x_TD, weights_TK, chosen_TK, experts, dispatch)
+    check_routed(x_TD, weights_TK, chosen_TK)
+    weights_TK, chosen_TK = (collectives.vary_like(a, x_TD) for a in (weights_TK, chosen_TK))  # a router may choose alike everywhere
+    if x_TD.shape[0] == 0:
+        none = collectives.vary_like(jnp.int32(0), x_TD)
+        return x_TD, Lost(none, none)
+
+    def checked(rows_RD: jax.Array, weights_R: jax.Array, sizes_G: jax.Array) -> jax.Array:
+        y_RD = experts(rows_RD, weights_R, sizes_G)
+        require(y_RD.shape == rows_RD.shape, f"experts: a result of shape {y_RD.shape} for rows {rows_RD.shape}; they must be alike")
+        return y_RD
+
+    y_TD, lost, _ = through(x_TD, weights_TK, chosen_TK, checked, dispatch)
     return y_TD, lost
 
 

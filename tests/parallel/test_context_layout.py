@@ -91,8 +91,8 @@ def test_the_picture_is_of_this_schedule():
 # ---- what is refused, before compilation
 
 
-def traced(method="ring", devices=4, length=16, heads=8, kv_heads=2, k=(), v=(), **options):
-    """The output's type. `k` and `v` are their shapes where these do not follow from the others."""
+def traced(method="ring", devices=4, length=16, heads=8, kv_heads=2, q=(), k=(), v=(), dtype=jnp.float32, **options):
+    """The output's type. `q`, `k` and `v` are their shapes where these do not follow from the others."""
     mesh = make_mesh(MeshShape(seq=devices), jax.devices()[:devices])
     context = ContextConfig(method=method, **{name: options.pop(name) for name in ("layout", "ulysses") if name in options})
 
@@ -102,9 +102,9 @@ def traced(method="ring", devices=4, length=16, heads=8, kv_heads=2, k=(), v=(),
     marks = {name: options.pop(name) for name in ("segments_BS", "prefix_BS", "sinks_N") if name in options}
     split = P(None, "seq")
     program = jax.shard_map(local, mesh=mesh, in_specs=(split, split, split, P()), out_specs=split)
-    array = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
+    array = functools.partial(jax.ShapeDtypeStruct, dtype=dtype)
     usual = (1, length, kv_heads, 4)
-    return jax.eval_shape(program, array((1, length, heads, 4)), array(k or usual), array(v or k or usual), marks)
+    return jax.eval_shape(program, array(q or (1, length, heads, 4)), array(k or usual), array(v or k or usual), marks)
 
 
 BAD = [
@@ -134,6 +134,11 @@ BAD = [
     ({"k": (1, 16, 2, 8)}, r"k_BSKH: width 8 is not q_BSNH's 4"),
     ({"v": (1, 16, 4, 4)}, r"v_BSKW: shape \(1, 4, 4, 4\) does not have k_BSKH's rows, tokens and heads"),
     ({"k": (1, 16, 8)}, r"k_BSKH: shape \(1, 4, 8\) is not \[batch, tokens, heads, width\]"),
+    ({"v": (1, 16, 2, 0)}, r"v_BSKW: shape \(1, 4, 2, 0\) has no elements"),
+    ({"q": (1, 0, 8, 4), "k": (1, 0, 2, 4), "v": (1, 0, 2, 4)}, r"q_BSNH: shape \(1, 0, 8, 4\) has no elements"),
+    ({"dtype": jnp.int32}, r"q_BSNH: int32 are not floating-point numbers"),
+    ({"sinks_N": jnp.zeros(8, jnp.int32)}, r"sinks_N: int32 are not floating-point numbers"),
+    ({"axis": ("seq",)}, r"axis: \('seq',\) is not the name of one mesh axis"),
     ({"block": 0}, r"block: 0 must be at least 1 token"),
     ({"window": -1}, r"window: -1 must not be negative"),
     ({"window": 2.5}, r"window: float\d+\[\] is not one whole number"),
@@ -179,3 +184,6 @@ def test_a_value_that_the_axis_does_not_split(name):
     shapes = [x if spec == P() else jnp.zeros((1, 16, 2, 4)) for spec in specs]
     with pytest.raises(TypeError, match=f"^{name}: it does not vary over 'seq'"):
         jax.eval_shape(whole, *shapes)
+    unchecked = jax.shard_map(attention, mesh=mesh, in_specs=(P(None, "seq"),) * 3, out_specs=P(None, "seq"), check_vma=False)
+    with pytest.raises(TypeError, match=r"shard_map with check_vma=True"):
+        jax.eval_shape(unchecked, *[jnp.zeros((1, 16, 2, 4))] * 3)

@@ -24,7 +24,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from jaxpar.config import ContextConfig
+from jaxpar.config import ContextConfig, require
 from jaxpar.mesh import SEQ
 from jaxpar.ops.attention import attention as local_attention
 from jaxpar.ops.attention import row_masking
@@ -81,12 +81,16 @@ def attention(
     Source: ring, Liu et al. (2023); ulysses, Jacobs et al. (2023); usp, Fang and Zhao (2024); gather, The Llama 3 Herd of Models (2024),
     section 3.3.2.
     """
+    require(isinstance(axis, str), f"axis: {axis!r} is not the name of one mesh axis")
     check_options(causal, prefix_BS is not None, window, softcap, block, implementation)
     check_heads_and_tokens(q_BSNH, k_BSKH, v_BSKW)
     devices, shape = axis_size(axis), q_BSNH.shape[:2]
     for name, x in (("q_BSNH", q_BSNH), ("k_BSKH", k_BSKH), ("v_BSKW", v_BSKW)):
         if devices > 1 and axis not in varying(x):
-            raise TypeError(f"{name}: it does not vary over {axis!r}, so every device has the same tokens; split them over {axis!r}")
+            raise TypeError(
+                f"{name}: it does not vary over {axis!r}, so every device has the same tokens; split them over {axis!r}, "
+                "by a shard_map with check_vma=True"
+            )
     known = known_window(window)
     window = 0 if known and window >= shape[1] * devices else window  # it hides nothing; without one there is more that cuDNN covers
     check_marks(shape, devices, q_BSNH.shape[2], segments_BS, prefix_BS, sinks_N)

@@ -137,7 +137,8 @@ def _forward(settings: Settings, q: jax.Array, k: jax.Array, v: jax.Array, sinks
     o, lse = walk.steps(following, total, body)
     if sinks_N is not None:
         with_sinks = jnp.logaddexp(lse, sinks_N.astype(dtype)[:, None])
-        o, lse = o * jnp.moveaxis(jnp.exp(lse - with_sinks), 2, 3)[..., None], with_sinks
+        share = jnp.exp(lse - jnp.where(with_sinks > -jnp.inf, with_sinks, 0))  # a sink of -inf is none, and a row may see nothing
+        o, lse = o * jnp.moveaxis(share, 2, 3)[..., None], with_sinks
     return walk.whole(o).astype(q.dtype), _rows(lse)
 
 
@@ -207,7 +208,8 @@ def _attend_backward(settings: Settings, residuals: tuple, do: jax.Array) -> tup
     dsinks = None
     if sinks_N is not None:
         slope_BNS = jnp.einsum("bsnw,bsnw->bns", do.astype(lse.dtype), o.astype(lse.dtype))
-        dsinks = -(jnp.exp(sinks_N.astype(lse.dtype)[:, None] - lse) * slope_BNS).sum((0, 2)).astype(sinks_N.dtype)
+        share_BNS = jnp.exp(sinks_N.astype(lse.dtype)[:, None] - jnp.where(lse > -jnp.inf, lse, 0))
+        dsinks = -(share_BNS * slope_BNS).sum((0, 2)).astype(sinks_N.dtype)
     return walk.whole(dq).astype(q.dtype), dk, dv, dsinks, jax.tree.map(lambda _: None, row)
 
 

@@ -23,6 +23,8 @@ def check_heads_and_tokens(q_BSNH: jax.Array, k_BSKH: jax.Array, v_BSKW: jax.Arr
     """Queries, keys and values of the same tokens, with heads in whole groups."""
     for name, x in (("q_BSNH", q_BSNH), ("k_BSKH", k_BSKH), ("v_BSKW", v_BSKW)):
         require(x.ndim == 4, f"{name}: shape {x.shape} is not [batch, tokens, heads, width]")
+        require(0 not in x.shape, f"{name}: shape {x.shape} has no elements")
+        require(jnp.issubdtype(x.dtype, jnp.floating), f"{name}: {x.dtype} are not floating-point numbers")
     q, k, v = q_BSNH.shape, k_BSKH.shape, v_BSKW.shape
     require(k[:2] == q[:2], f"k_BSKH: {k[0]} rows of {k[1]} tokens beside {q[0]} of {q[1]} in q_BSNH; a row attends to its own tokens")
     require(k[3] == q[3], f"k_BSKH: width {k[3]} is not q_BSNH's {q[3]}")
@@ -46,6 +48,7 @@ def check_marks(
             require(jnp.issubdtype(x_BS.dtype, kind), f"{name}: {x_BS.dtype} are not {wanted}")
     if sinks_N is not None:
         require(sinks_N.shape == (heads,), f"sinks_N: shape {sinks_N.shape} is not ({heads},), a logit for each query head of a device")
+        require(jnp.issubdtype(sinks_N.dtype, jnp.floating), f"sinks_N: {sinks_N.dtype} are not floating-point numbers")
 
 
 def check_options(causal: bool, prefix: bool, window: int | jax.Array, softcap: float | None, block: int, implementation: str) -> None:
