@@ -10,23 +10,22 @@ The plugin (`pip install "jax[cuda13]"`) compiles with no GPU present.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import importlib.util
 import math
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jax
 from jax.experimental import topologies
-from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh
 
 from jaxpar import gpu, run_checks
+from jaxpar.compilation import without_cache
 from jaxpar.config import Config
 from jaxpar.config_checks import divisors
 from jaxpar.mesh import make_mesh
@@ -114,7 +113,7 @@ def compile_run(config: Config, hardware: Hardware, nodes: int | None = None, gp
     traced = training.step.trace(training.abstract_state, training.abstract_batch)
     lowered = traced.lower()
     lower_seconds = time.perf_counter() - start
-    with tempfile.TemporaryDirectory() as folder, _without_cache():
+    with tempfile.TemporaryDirectory() as folder, without_cache():  # what comes from it writes no record of its buffers
         options = {**gpu.WITHOUT_GPU, "xla_dump_to": folder, "xla_dump_hlo_module_re": "^jit_step$", "xla_dump_hlo_as_text": True}
         start = time.perf_counter()
         try:
@@ -136,19 +135,6 @@ def _refusal(error: str) -> str:
     if "output file" in error or "No space left" in error:  # ptxas and XLA write there
         return f"TMPDIR: XLA cannot write its temporary files; free some space, or name another folder: {' '.join(error.split())}"
     return ""
-
-
-@contextlib.contextmanager
-def _without_cache() -> Iterator[None]:
-    """JAX's cache of compiled programs off: what comes from it writes no record of its buffers."""
-    before = jax.config.jax_enable_compilation_cache
-    jax.config.update("jax_enable_compilation_cache", False)
-    compilation_cache.reset_cache()  # it looks at the setting only once
-    try:
-        yield
-    finally:
-        jax.config.update("jax_enable_compilation_cache", before)
-        compilation_cache.reset_cache()
 
 
 def report(compiled: Compiled, simulation: simulate.Simulation | None = None) -> dict[str, Any]:
