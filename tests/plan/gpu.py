@@ -50,6 +50,10 @@ COPIED = {
     "llama3_8b_h100x64": 9,  # kept queries and keys, transposed for the backward
     "llama3_70b_h100x256": 17,  # the same
     "llama3_405b_h100x1024": 400,  # gathered weights, when the loop turns
+    "llama3_8b_131k_h100x64": 6.8,  # gathered weights and summed gradients of all layers, rearranged once a step
+    "llama3_8b_1m_h100x64": 19,  # gathered weights of the MLP, and zeros that its gradients begin with
+    "mixtral_8x7b_h100x64": 45,  # zeros that rows arrive in and gradients begin with; gathered weights of experts
+    "qwen3_30b_a3b_h100x64": 62,  # such zeros
 }
 
 
