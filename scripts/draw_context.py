@@ -1,6 +1,6 @@
 """Draws docs/context.svg: who attends to what and when under each layout of context parallelism, from the schedule that programs run.
 
-Run: python scripts/draw_context.py
+Run: PYTHONPATH=. python scripts/draw_context.py
 """
 
 from pathlib import Path

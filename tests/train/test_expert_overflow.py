@@ -23,15 +23,19 @@ def collapsed(built):
     return built.first_state(params)
 
 
-@pytest.mark.parametrize("dispatch, devices, zero", [("gather", 2, 0), pytest.param("ragged", 4, 1, marks=pytest.mark.slow)])
-def test_overflow_repeats_the_step(dispatch, devices, zero):
+CUT = {"expert_chunks": 2, "accumulation": 2}  # each chunk of each microbatch has a buffer of its own
+SLOW = [("ragged", 4, {"zero": 1}), ("ragged", 4, {"zero": 1, **CUT})]
+
+
+@pytest.mark.parametrize("dispatch, devices, train", [("gather", 2, {}), *(pytest.param(*row, marks=pytest.mark.slow) for row in SLOW)])
+def test_overflow_repeats_the_step(dispatch, devices, train):
     """What it should have been comes from a run that has the room: in the slow group one device, by default a program like the repeat's,
     compiled once; that such a program equals one device is `test_experts_meshes`'."""
-    run = runs.config(model=model(per_token=2, correction=True), zero=zero, expert_dispatch=dispatch, expert_buffer=1.0)
+    run = runs.config(model=model(per_token=2, correction=True), expert_dispatch=dispatch, expert_buffer=1.0, **train)
     run = dataclasses.replace(run, mesh=MeshShape(data=1, expert=devices))
     roomy = runs.training(runs.config(model=run.model) if devices == 4 else runs.changed(run, expert_buffer=float(devices)))
     assert roomy.repeat is None, "it has room for everything"
-    want, metrics = roomy.advance(collapsed(roomy), runs.place(roomy, runs.batch(run)))
+    want, metrics = roomy.advance(collapsed(roomy), runs.place(roomy, runs.batch(roomy.config)))
     assert metrics["expert_overflow"] == 0
 
     built = runs.training(run)

@@ -13,6 +13,7 @@ from tests.train.test_experts import MODELS, model
 COLUMNS = ("data", "expert", "seq", "tensor", "zero", "accumulation", "interleave", "fold", "dispatch", "case")
 E, ET, EST = "expert", "expert, tensor", "expert, seq, tensor"
 PLAIN, ONE, TOPK, SHARED, MICRO = "softmax", "softmax, not normalised, one", "topk", "sigmoid, shared", "whole microbatch"
+CHOICE, DEEPSEEK = "experts choose", "sigmoid, groups, correction, shared"
 FEW = [  # in the default group
     (2, 2, 1, 2, 1, 2, 1, ET, "ragged", SHARED),
     (2, 1, 2, 2, 3, 1, 2, EST, "gather", MICRO),
@@ -42,6 +43,16 @@ MORE = [
     (2, 4, 1, 1, 1, 1, 2, ET, "capacity", MICRO),
     (1, 4, 2, 1, 3, 2, 2, ET, "gather", ONE),
     (8, 1, 1, 1, 1, 2, 1, ET, "gather", PLAIN),
+    (4, 1, 2, 1, 0, 2, 1, ET, "ragged", CHOICE),
+    (1, 1, 2, 2, 0, 2, 1, ET, "gather", DEEPSEEK),
+    (1, 2, 1, 2, 3, 1, 2, E, "capacity", CHOICE),
+    (4, 2, 1, 1, 1, 1, 2, EST, "capacity", DEEPSEEK),
+    (2, 4, 1, 1, 1, 1, 2, EST, "gather", CHOICE),
+    (2, 4, 1, 1, 2, 1, 1, E, "ragged", DEEPSEEK),
+    (1, 1, 4, 1, 3, 1, 1, EST, "gather", DEEPSEEK),
+    (1, 2, 4, 1, 2, 1, 1, ET, "gather", CHOICE),
+    (8, 1, 1, 1, 0, 1, 1, ET, "capacity", CHOICE),
+    (8, 1, 1, 1, 3, 1, 1, ET, "capacity", DEEPSEEK),
 ]
 POSSIBLE = (
     (1, 2, 4, 8),
@@ -53,9 +64,14 @@ POSSIBLE = (
     (1, 2),
     (E, ET, EST),
     ("ragged", "gather", "capacity"),
-    (PLAIN, ONE, TOPK, SHARED, MICRO),
+    (PLAIN, ONE, TOPK, SHARED, MICRO, CHOICE, DEEPSEEK),
 )
-CASES = {**MODELS, MICRO: model(balance="microbatch", groups=4, kept_groups=2)}
+CASES = {
+    **MODELS,
+    MICRO: model(balance="microbatch", groups=4, kept_groups=2),
+    CHOICE: model(router="expert_choice", scale=1.5),
+    DEEPSEEK: model(router="sigmoid", scale=2.5, shared_width=14, groups=4, kept_groups=2, group_best=2, correction=True),
+}
 
 
 def of(row, **train):
