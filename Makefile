@@ -15,8 +15,10 @@ WORKERS := 2
 PYTHON := $(shell for python in python3.11 python3 python3.12 python3.13; do \
 	if $$python -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then echo $$python; break; fi; done)
 BIN := $(VENV)/bin
-STAMP := $(VENV)/.installed
-TORCH_STAMP := $(VENV)/.installed-torch
+comma := ,
+# Another set of extras is installed beside what is there.
+STAMP := $(VENV)/.installed-$(subst $(comma),-,$(EXTRA))
+TORCH_STAMP := $(VENV)/.installed-with-torch
 # Where else pip may look for torch, such as an index of builds without CUDA.
 TORCH_INDEX :=
 

@@ -16,6 +16,7 @@ import math
 import os
 import sys
 import traceback
+import warnings
 from collections.abc import Sequence
 from typing import NoReturn
 
@@ -171,9 +172,17 @@ def _line(error: ValueError | OSError) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
+def _warning(message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None) -> str:
+    """What a user is told about a run, as one line; other warnings with their place, as Python prints them."""
+    if category is UserWarning:
+        return f"jaxpar: warning: {' '.join(str(message).split())}\n"
+    return f"{filename}:{lineno}: {category.__name__}: {message}\n"
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; the exit code. ValueError and OSError are what a user can cause: one line and 2."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    warnings.formatwarning = _warning
     try:
         args = parser().parse_args(arguments)
         code = int(args.call(args) or 0)

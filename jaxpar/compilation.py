@@ -28,7 +28,7 @@ def without_cache(when: bool = True) -> Iterator[None]:
 def misread(devices: int, permutes: bool, platform: str) -> bool:
     """Whether a program that was read back from the cache may compute something else.
 
-    On CPU it no longer keeps independent permutes in order, all of which have channel 1: devices then pair one with another, and numbers are
+    On CPU it no longer keeps independent permutes in order, all of which have channel 1: devices then pair one with another, numbers are
     wrong from run to run, or XLA aborts (jax 0.10.2). Compiled anew, the same program is right.
     """
     return platform == "cpu" and devices > 1 and permutes

@@ -419,7 +419,7 @@ class LogConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """A whole run. What needs two sections at once (heads and mesh, batch and mesh) is checked in `jaxpar/rules.py`."""
+    """A whole run. What needs two sections at once (heads and mesh, batch and mesh) is checked in `jaxpar/run_checks.py`."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     mesh: MeshShape = field(default_factory=MeshShape)

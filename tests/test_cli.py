@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -86,3 +87,11 @@ def test_an_interrupt_is_one_line(monkeypatch, capsys):
     monkeypatch.setattr("jaxpar.configfile.load", interrupted)
     assert main(["train", DEMO]) == 130
     assert capsys.readouterr().err == "jaxpar: interrupted\n"
+
+
+def test_a_warning_about_a_run_is_one_line(monkeypatch):
+    """As of a row longer than the rotary embedding is scaled for; of other warnings the place is said, as by Python."""
+    monkeypatch.setattr(warnings, "formatwarning", warnings.formatwarning)
+    assert main(["params", "no/such.yaml"]) == 2
+    assert warnings.formatwarning("data.sequence:\n  too long", UserWarning, "rules.py", 9) == "jaxpar: warning: data.sequence: too long\n"
+    assert warnings.formatwarning("old", DeprecationWarning, "rules.py", 9).startswith("rules.py:9: DeprecationWarning: old")

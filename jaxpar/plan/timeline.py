@@ -1,7 +1,7 @@
 """A simulated step to look at: a Chrome trace (chrome://tracing, ui.perfetto.dev) and a picture of one layer.
 
     chrome_trace   events -> the JSON of a trace
-    layer          the events of one iteration of the loop over layers
+    layer          the events of one turn of the loop over layers
     picture        events -> a PNG: one row a stream, time to the right
 
 The PNG is written here, byte by byte, so that nothing needs to be installed for it; names are in the trace.
@@ -55,19 +55,22 @@ def chrome_trace(events: Sequence[Event]) -> dict[str, Any]:
 
 
 def layer(events: Sequence[Event]) -> list[Event]:
-    """The last walked iteration of the innermost loop that takes longest: the backward of one layer. All events where no loop was
-    repeated."""
+    """The last walked iteration of the loop over layers that takes longest, the backward: the innermost loop that sends something, for
+    inside a layer there are loops too, over experts' rows or attention's tiles. Where none does, the innermost of all; all events where no
+    loop was repeated."""
     repeats = [event for event in events if event.kind == "repeat"]
 
     def begin(repeat: Event) -> float:
         """When the iteration before the repeated ones began."""
         return repeat.start - (repeat.end - repeat.start) / int(repeat.name.split()[0])
 
-    innermost = [each for each in repeats if not any(begin(each) <= other.start < each.start for other in repeats if other is not each)]
-    if not innermost:
-        return list(events)
-    longest = max(innermost, key=lambda event: event.end - event.start)
-    return [event for event in events if event.kind != "repeat" and event.end > begin(longest) and event.start < longest.start]
+    def last(repeat: Event) -> list[Event]:
+        """The events of that iteration."""
+        return [event for event in events if event.kind != "repeat" and event.end > begin(repeat) and event.start < repeat.start]
+
+    sending = [each for each in repeats if any(event.stream != COMPUTE for event in last(each))] or repeats
+    innermost = [each for each in sending if not any(begin(each) <= other.start < each.start for other in sending if other is not each)]
+    return last(max(innermost, key=lambda event: event.end - event.start)) if innermost else list(events)
 
 
 def picture(events: Sequence[Event]) -> bytes:

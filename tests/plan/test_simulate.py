@@ -275,6 +275,15 @@ def test_the_picture_is_of_the_innermost_loop():
     assert {e.kind for e in once} == {"memory", "all_gather", "wait"} and max(e.end for e in once) - min(e.start for e in once) < 0.031
 
 
+def test_a_loop_inside_a_layer_that_sends_nothing_is_part_of_the_picture():
+    """As over the rows of experts."""
+    inner = body("inner", "%y = f32[250000]{0} negate(%x)")
+    loop = LOOPS.replace("ROOT %r", "%y").replace("%i =", "%i2 =").replace("(%i,", "(%i2,").replace("%p", "%x").replace("%t", "%t2")
+    outer = body("outer", gather("%s", "%x"), *loop.format(body="inner", trips=7).splitlines(), done("%d", "%s"))
+    once = timeline.layer(times(f"{P}\n{LOOPS.format(body='outer', trips=5)}", COND, inner, outer).events)
+    assert "all_gather" in {e.kind for e in once} and sum(e.kind == "memory" for e in once) >= 2
+
+
 def test_large_square_matmuls_are_efficient_and_skinny_ones_are_not(monkeypatch):
     monkeypatch.undo()
     large, skinny, few = (costs.shape_efficiency((1, *shape), 132) for shape in ((32768, 4096, 4096), (32768, 32, 4096), (64, 64, 4096)))
