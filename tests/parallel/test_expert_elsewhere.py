@@ -132,3 +132,18 @@ def test_bad_input(case, kind, message):
     with pytest.raises(kind, match=f"^{message}") as error:
         jax.eval_shape(layer(**case), tokens, *held)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_tokens_that_an_axis_of_one_device_does_not_split(method):
+    """Refused as on more devices, by name, whatever the method."""
+    mesh = jax.make_mesh((1,), ("workers",), axis_types=(jax.sharding.AxisType.Auto,))
+    dispatch = Dispatch(experts=E, axes=("workers",), method=method)
+    local = lambda x: moe(x, lambda x: by_place(x, None), lambda rows, *_: rows, dispatch)[0]  # noqa: E731
+    for spec in (P("workers"), P()):
+        program = jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=spec)
+        if spec == P():
+            with pytest.raises(TypeError, match=r"^x_TD: it does not vary over \['workers'\]"):
+                jax.eval_shape(program, jnp.ones((T, D)))
+        else:
+            assert jax.eval_shape(program, jnp.ones((T, D))).shape == (T, D)
