@@ -30,7 +30,7 @@ def check_tokens(x_TD: jax.Array, experts: int, axes: tuple[str, ...], chunks: i
         experts > 0 and experts % ways == 0, f"experts: {experts} do not divide over {ways} devices; numbers of devices that work: {works}"
     )
     require(x_TD.shape[0] % chunks == 0, f"chunks: {x_TD.shape[0]} tokens of a device do not divide in {chunks} chunks")
-    same = [axis for axis in as_tuple(axes) if axis_size(axis) > 1 and axis not in varying(x_TD)]
+    same = [axis for axis in as_tuple(axes) if axis not in varying(x_TD)]
     if same:
         raise TypeError(
             f"x_TD: it does not vary over {same}, so every device there has the same tokens; split them over {same}, "
