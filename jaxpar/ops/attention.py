@@ -3,6 +3,7 @@
     attention            o
     attention_with_lse   o and the log-sum-exp, for who merges blocks of keys
     with_sinks           o where every softmax counts a logit more
+    beside_sinks         its share and log-sum-exp
     row_masking          the static part of a mask
 
 B batch, S sequence (of q or of k), N query heads, K key/value heads (K divides N), H head width, W value width.
@@ -103,9 +104,15 @@ def attention_with_lse(
 
 def with_sinks(o_BSNW: jax.Array, lse_BNS: jax.Array, sinks_N: jax.Array) -> jax.Array:
     """The output of a softmax that also counts a logit of each head, which has no value, from that of one that does not."""
-    both_BNS = jnp.logaddexp(lse_BNS, sinks_N.astype(lse_BNS.dtype)[:, None])
-    share_BNS = jnp.exp(lse_BNS - jnp.where(both_BNS > -jnp.inf, both_BNS, 0))
+    share_BNS, _ = beside_sinks(lse_BNS, sinks_N)
     return (o_BSNW * jnp.moveaxis(share_BNS, 1, 2)[..., None]).astype(o_BSNW.dtype)
+
+
+def beside_sinks(lse: jax.Array, sinks_N: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """What share of each softmax the keys keep beside the sinks, and the log-sum-exp of both: as lse [..., N, S]. A sink of -inf is none,
+    and where a row sees nothing besides the share is 0."""
+    both = jnp.logaddexp(lse, sinks_N.astype(lse.dtype)[:, None])
+    return jnp.exp(lse - jnp.where(both > -jnp.inf, both, 0)), both
 
 
 def _masking(

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
+from jaxpar.ops.attention import beside_sinks
 from jaxpar.parallel.collectives import axis_index, barrier
 from jaxpar.parallel.context.kernels import Kernels, Row, Settings
 from jaxpar.parallel.context.schedule import Call, Slot, Span
@@ -136,9 +137,8 @@ def _forward(settings: Settings, q: jax.Array, k: jax.Array, v: jax.Array, sinks
 
     o, lse = walk.steps(following, total, body)
     if sinks_N is not None:
-        with_sinks = jnp.logaddexp(lse, sinks_N.astype(dtype)[:, None])
-        share = jnp.exp(lse - jnp.where(with_sinks > -jnp.inf, with_sinks, 0))  # a sink of -inf is none, and a row may see nothing
-        o, lse = o * jnp.moveaxis(share, 2, 3)[..., None], with_sinks
+        share, lse = beside_sinks(lse, sinks_N)
+        o = o * jnp.moveaxis(share, 2, 3)[..., None]
     return walk.whole(o).astype(q.dtype), _rows(lse)
 
 
