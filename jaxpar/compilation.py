@@ -1,4 +1,8 @@
-"""JAX's persistent cache of compiled programs (`jax_compilation_cache_dir`), and which programs must not come from it."""
+"""JAX's persistent cache of compiled programs (`jax_compilation_cache_dir`), and which programs must not come from it.
+
+without_cache   what is compiled inside is compiled anew, and not kept
+anew            the same for a run's programs, where what the cache gives back may compute something else
+"""
 
 from __future__ import annotations
 
@@ -7,15 +11,16 @@ from collections.abc import Iterator
 
 import jax
 from jax.experimental.compilation_cache import compilation_cache
+from jax.sharding import Mesh
+
+from jaxpar.config import TrainConfig
+from jaxpar.mesh import SEQ, TENSOR
 
 
 @contextlib.contextmanager
-def without_cache(when: bool = True) -> Iterator[None]:
+def without_cache() -> Iterator[None]:
     """What is compiled inside is compiled anew, and not kept."""
     before = jax.config.jax_enable_compilation_cache
-    if not when or not before:
-        yield
-        return
     jax.config.update("jax_enable_compilation_cache", False)
     compilation_cache.reset_cache()  # it looks at the setting only once
     try:
@@ -25,10 +30,11 @@ def without_cache(when: bool = True) -> Iterator[None]:
         compilation_cache.reset_cache()
 
 
-def misread(devices: int, permutes: bool, platform: str) -> bool:
-    """Whether a program that was read back from the cache may compute something else.
+def anew(mesh: Mesh, train: TrainConfig) -> contextlib.AbstractContextManager[None]:
+    """`without_cache` for a run that permutes on simulated devices, else nothing.
 
-    On CPU it no longer keeps independent permutes in order, all of which have channel 1: devices then pair one with another, numbers are
-    wrong from run to run, or XLA aborts (jax 0.10.2). Compiled anew, the same program is right.
+    On CPU a program that was read back from the cache no longer keeps independent permutes in order, all of which have channel 1: devices
+    then pair one with another, numbers are wrong from run to run, or XLA aborts (jax 0.10.2). Compiled anew, the same program is right.
     """
-    return platform == "cpu" and devices > 1 and permutes
+    permutes = mesh.shape[SEQ] > 1 or (train.collective_matmul and mesh.shape[TENSOR] > 1)
+    return without_cache() if permutes and mesh.devices.flat[0].platform == "cpu" else contextlib.nullcontext()

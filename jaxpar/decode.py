@@ -22,6 +22,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxpar.compilation import anew
 from jaxpar.config import Config, require
 from jaxpar.decode_places import dropless, parameter_places
 from jaxpar.mesh import BATCH, SEQ, TENSOR
@@ -128,7 +129,8 @@ class Generator:
             np.float32(2 if top_p is None else top_p),
         )
         how = "likeliest" if temperature == 0 else "sample" if top_k is None and top_p is None else "sample_cut"
-        written_BM = np.asarray(self._program(self.params, batch, choice, length=length, how=how))
+        with anew(self.mesh, self.config.train):
+            written_BM = np.asarray(self._program(self.params, batch, choice, length=length, how=how))
         found = [row[len(prompt) : len(prompt) + tokens] for row, prompt in zip(written_BM, prompts, strict=False)]
         if any((row == sampling.NO_TOKEN).any() for row in found):
             raise ValueError("checkpoint: its logits are not finite, so the run has diverged; choose an earlier step")

@@ -22,7 +22,6 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxpar import configfile
-from jaxpar.compilation import misread, without_cache
 from jaxpar.config import Config, MeshShape, require
 from jaxpar.decode import Generator, build_generator
 from jaxpar.decode_places import parameter_places
@@ -51,8 +50,7 @@ def run(
     """
     check_choice(tokens, temperature, top_k, top_p, seed)
     generator, tokenizer = load(checkpoint, mesh, step)
-    with without_cache(misread(mesh.devices, mesh.seq > 1, jax.default_backend())):
-        continuations = text(generator, tokenizer, prompts, tokens=tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
+    continuations = text(generator, tokenizer, prompts, tokens=tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
     if jax.process_index() == 0:
         print("\n\n".join(prompt + continuation for prompt, continuation in zip(prompts, continuations)))
     return 0

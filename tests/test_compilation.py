@@ -8,11 +8,22 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
 from jaxpar import configfile
-from jaxpar.compilation import misread, without_cache
+from jaxpar.compilation import anew, without_cache
+from jaxpar.config import MeshShape, TrainConfig
+from jaxpar.mesh import make_mesh
 from jaxpar.train import loop
 
 DEMO = Path(__file__).parent.parent / "configs" / "runs" / "demo.yaml"
-TINY = ["model.layers=1", "data.sequence=32", "train.batch=8", "checkpoint.folder=null", "log.folder=null"]
+TINY = [
+    "mesh.data=1",
+    "mesh.seq=2",
+    "mesh.tensor=1",
+    "model.layers=1",
+    "data.sequence=32",
+    "train.batch=8",
+    "checkpoint.folder=null",
+    "log.folder=null",
+]
 
 
 @pytest.fixture
@@ -33,33 +44,36 @@ def test_nothing_is_kept_inside(cache):
     with without_cache():
         jax.jit(lambda x: x * 3 + 1)(jnp.arange(5.0)).block_until_ready()
     assert not list(cache.iterdir())
-    with without_cache(when=False):
-        jax.jit(lambda x: x * 3 + 2)(jnp.arange(5.0)).block_until_ready()
+    jax.jit(lambda x: x * 3 + 2)(jnp.arange(5.0)).block_until_ready()
     assert list(cache.iterdir()), "control: outside, programs are kept"
 
 
 @pytest.mark.parametrize(
-    ("mesh", "train", "anew"),
+    ("shape", "ring", "off"),
     [
-        (["mesh.data=1", "mesh.seq=2", "mesh.tensor=1"], [], True),
-        (["mesh.data=1", "mesh.tensor=2"], ["train.interleave=1", "train.collective_matmul=true"], True),
-        (["mesh.data=2", "mesh.tensor=1"], [], False),
+        (MeshShape(seq=2), False, True),
+        (MeshShape(tensor=2), True, True),
+        (MeshShape(tensor=2), False, False),
+        (MeshShape(data=2), True, False),
+        (MeshShape(), True, False),
     ],
 )
-def test_training_that_permutes_leaves_the_cache_alone(mesh, train, anew, monkeypatch):
+def test_runs_that_permute_on_cpu_leave_the_cache_alone(shape, ring, off):
+    mesh = make_mesh(shape, jax.devices()[: shape.devices])
+    with anew(mesh, TrainConfig(collective_matmul=ring)):
+        assert jax.config.jax_enable_compilation_cache != off
+    assert jax.config.jax_enable_compilation_cache
+
+
+def test_training_asks_with_its_mesh(monkeypatch):
     asked = []
 
-    def stop(when):
-        asked.append(when)
+    def stop(mesh, train):
+        asked.append((mesh.shape["seq"], train))
         raise InterruptedError
 
-    monkeypatch.setattr(loop, "without_cache", stop)
-    config = configfile.load(DEMO, [*TINY, *mesh, *train])
+    monkeypatch.setattr(loop, "anew", stop)
+    config = configfile.load(DEMO, TINY)
     with pytest.raises(InterruptedError):
         loop.train(config, jax.devices()[:2])
-    assert asked == [anew]
-
-
-def test_only_on_several_devices_of_a_cpu():
-    assert misread(2, True, "cpu")
-    assert not misread(1, True, "cpu") and not misread(2, False, "cpu") and not misread(2, True, "gpu")
+    assert asked == [(2, config.train)]

@@ -19,7 +19,6 @@ from jaxpar.train.checkpoint import Checkpoints
 from jaxpar.train.tokenizer import save_tokenizer, train_tokenizer
 from tests.models import reference
 from tests.models.whole import gemma, hostile, sinks, specs_of, values
-from tests.parallel.context_cases import uncached
 
 # with seeds of values under which greedy tokens do not repeat
 MODELS = {"hostile": (hostile(), 35), "gemma": (gemma(), 14), "sinks": (sinks(), 246)}
@@ -111,8 +110,7 @@ def test_prompts_and_cache_split_over_seq(name, mesh, context):
     many = build_generator(
         run_config(model, context=context), make_mesh(mesh, jax.devices()[: mesh.devices]), values(specs_of(model, 1), seed)
     )
-    with uncached():
-        assert many.generate(prompts(name), TOKENS) == recomputed(name)
+    assert many.generate(prompts(name), TOKENS) == recomputed(name)
 
 
 def test_what_usp_trained_generates_on_one_device():

@@ -16,9 +16,9 @@ import jax
 from jax.experimental import multihost_utils
 
 from jaxpar import configfile, params, run_checks
-from jaxpar.compilation import misread, without_cache
+from jaxpar.compilation import anew
 from jaxpar.config import Config, require
-from jaxpar.mesh import SEQ, explain, make_mesh
+from jaxpar.mesh import explain, make_mesh
 from jaxpar.parallel import zero
 from jaxpar.train import padding
 from jaxpar.train.checkpoint import Checkpoints, check_writable, state_bytes, whole_or_absent
@@ -57,9 +57,8 @@ def train(config: Config, devices: Sequence[jax.Device] | None = None, until: in
     training.step.trace(training.abstract_state, training.abstract_batch)  # what only tracing finds wrong comes before any folder
     resolved = configfile.dump(config)
 
-    permutes = mesh.shape[SEQ] > 1 or config.train.collective_matmul
     with contextlib.ExitStack() as stack:
-        stack.enter_context(without_cache(misread(mesh.devices.size, permutes, devices[0].platform)))
+        stack.enter_context(anew(mesh, config.train))
         stack.enter_context(whole_or_absent(*(folder for folder in (config.checkpoint.folder, config.log.folder) if folder)))
         stopped = stack.enter_context(_stop_signals())  # until the last save is complete
         checkpoints = _open_checkpoints(stack, training)

@@ -4,7 +4,6 @@ import pytest
 
 from jaxpar.config import ContextConfig, MeshShape
 from tests.bridge import hostile
-from tests.parallel.context_cases import uncached
 from torch_bridge.cli import main
 from torch_bridge.parity.ladder import run_parity
 
@@ -25,8 +24,7 @@ def folders(tmp_path_factory):
 
 
 def check(folder, context, mesh=MESH):
-    with uncached():
-        report = run_parity(folder, mesh, "float64", 2, sequence=hostile.SEQUENCE, context=context)
+    report = run_parity(folder, mesh, "float64", 2, sequence=hostile.SEQUENCE, context=context)
     assert report.passed, {name: (rung.max_relative, rung.worst) for name, rung in report.rungs.items()}
     assert report.tolerance == 1e-10
 
@@ -46,7 +44,6 @@ def test_every_method_equals_torch(method, name, folders):
 
 def test_the_command(folders, capsys):
     arguments = ["parity", str(folders["llama"]), "--mesh", "seq=4,tensor=2", "--steps", "1", "--sequence", "24"]
-    with uncached():
-        assert main([*arguments, "--context", "method=usp,layout=contiguous,ulysses=2"]) == 0
+    assert main([*arguments, "--context", "method=usp,layout=contiguous,ulysses=2"]) == 0
     assert main([*arguments, "--context", "method=spiral"]) == 2
     assert "train.context.method: 'spiral' is not one of ring, ulysses, gather, usp" in capsys.readouterr().err

@@ -1,6 +1,5 @@
 """Cases of context-parallel attention, ours and dense: shared by the default and the slow tests."""
 
-import contextlib
 import functools
 import itertools
 import random
@@ -11,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
+from jaxpar.compilation import without_cache
 from jaxpar.config import ContextConfig, MeshShape
 from jaxpar.mesh import make_mesh
 from jaxpar.parallel.context import attention
@@ -22,22 +22,6 @@ SCALE = 0.7
 # Programs of a few tokens: XLA's fusion emitters (an option until jax 0.11) would take four times as long to compile them, and compute the
 # same.
 OPTIONS = {"xla_cpu_parallel_codegen_split_count": 1} | ({"xla_cpu_use_fusion_emitters": False} if jax.__version_info__ < (0, 11) else {})
-
-
-@contextlib.contextmanager
-def uncached():
-    """Keeps what is compiled inside out of the compilation cache.
-
-    On CPU a program read back from it no longer keeps independent permutes in order, all of which have channel 1: devices then pair one
-    with another, and numbers are wrong from run to run, or XLA aborts (jax 0.10.2). Compiled anew, the same program is right.
-    """
-    name = "jax_persistent_cache_min_compile_time_secs"
-    before = getattr(jax.config, name)
-    jax.config.update(name, 1e9)
-    try:
-        yield
-    finally:
-        jax.config.update(name, before)
 
 
 CHOICES = {
@@ -171,7 +155,7 @@ def compiled(case: Case):
     mapped = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=(*[split] * 4, P()), check_vma=True)
     laid, back = case.lay, np.argsort(case.lay)
     arguments = ({name: x[:, laid] for name, x in given.items()}, np.int32(case.window), sinks)
-    with uncached():
+    with without_cache():
         program = jax.jit(mapped).lower(*arguments).compile(compiler_options=OPTIONS)
 
     def run(arrays, sinks):

@@ -10,10 +10,11 @@ import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from jaxpar.compilation import without_cache
 from jaxpar.config import ContextConfig
 from jaxpar.parallel.context import attention
 from jaxpar.parallel.context.layout import layout
-from tests.parallel.context_cases import OPTIONS, TOLERANCE, uncached
+from tests.parallel.context_cases import OPTIONS, TOLERANCE
 
 LENGTH, WINDOW = 32, 13
 TEXT = (Path(__file__).parents[2] / "docs" / "context.md").read_text()
@@ -49,7 +50,7 @@ def test_axes_of_other_names(method):
 
     mapped = jax.shard_map(lambda *each: both(local, *each), mesh=mesh, in_specs=(split,) * 4, out_specs=(split,) * 4)
     laid = [x[:, place] for x in arrays]
-    with uncached():
+    with without_cache():
         found = jax.jit(mapped).lower(*laid).compile(compiler_options=OPTIONS)(*laid)
     wanted = [np.asarray(x)[:, place] for x in both(lambda *each: dense(*each, WINDOW), *map(jnp.asarray, arrays))]
     gaps = [np.abs(np.asarray(a) - b).max() / np.abs(b).max() for a, b in zip(found, wanted, strict=True)]
@@ -62,7 +63,7 @@ def test_the_example_of_the_documentation():
     """It gives the attention of the whole row, in the row's order."""
     assert len(EXAMPLE.splitlines()) <= 16
     names: dict = {}
-    with uncached():
+    with without_cache():
         exec(compile(EXAMPLE, "docs/context.md", "exec"), names)
     wanted = np.asarray(dense(names["q"], names["k"], names["v"], 32))
     assert np.abs(np.asarray(names["o"]) - wanted).max() < 1e-5 * np.abs(wanted).max()

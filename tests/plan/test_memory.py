@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from jaxpar.compilation import without_cache
 from jaxpar.config import Config, DataConfig, MeshShape, ModelConfig, MoeConfig, TrainConfig
 from jaxpar.plan import buffers, formulas, memory, peak
 from jaxpar.plan.hlo import parse
@@ -24,11 +25,8 @@ def dumped(tmp_path_factory):
     folder = tmp_path_factory.mktemp("dump")
     options = {"xla_dump_to": str(folder), "xla_dump_hlo_module_re": "^jit_f$", "xla_dump_hlo_as_text": True}
     lowered = jax.jit(f).lower(jax.ShapeDtypeStruct((SIZE, SIZE), jnp.float32))
-    cache = jax.config.jax_enable_compilation_cache
-    jax.config.update("jax_enable_compilation_cache", False)
-    compiled = lowered.compile(compiler_options=options)
-    jax.config.update("jax_enable_compilation_cache", cache)
-    return folder, compiled
+    with without_cache():
+        return folder, lowered.compile(compiler_options=options)
 
 
 def test_what_is_alive_at_the_fullest_moment(dumped):

@@ -7,11 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxpar.compilation import without_cache
 from jaxpar.config import ContextConfig
 from jaxpar.mesh import SEQ
 from jaxpar.parallel import collectives, context
 from jaxpar.parallel.context import exchange
-from tests.parallel.context_cases import OPTIONS, uncached
+from tests.parallel.context_cases import OPTIONS
 from tests.train import runs
 from tests.train.test_gradients import check
 
@@ -57,7 +58,7 @@ def gradients(run):
     """`runs.gradients`, compiled in a third of the time."""
     built = runs.training(run)
     arguments = runs.place_params(built), runs.place(built, runs.batch(run)), jnp.asarray(3, jnp.int32)
-    with uncached():
+    with without_cache():
         return jax.device_get(jax.jit(built.gradients).lower(*arguments).compile(compiler_options=OPTIONS)(*arguments))
 
 

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxpar.compilation import without_cache
 from jaxpar.config import ContextConfig
-from tests.parallel.context_cases import uncached
 from tests.train import runs
 
 TOLERANCE, FACTOR = 2**-4, 2
@@ -72,7 +72,7 @@ def test_meshes(zero, reduce):
 @pytest.mark.parametrize(("method", "layout"), [("ring", "zigzag"), ("ring", "contiguous"), ("gather", "striped")])
 def test_rows_over_eight_devices(method, layout):
     """Sums of dK and dV travel round a ring in bf16, rounded at every device: no worse than a mesh of the batch."""
-    with uncached():
+    with without_cache():
         check(runs.gradients(config(seq=8, zero=1, context=ContextConfig(method=method, layout=layout), **MIXED)))
 
 

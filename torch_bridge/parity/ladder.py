@@ -19,6 +19,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxpar.compilation import anew
 from jaxpar.config import Config, ContextConfig, MeshShape, OptimizerConfig, one_of, require
 from jaxpar.mesh import make_mesh
 from jaxpar.params import Tree
@@ -72,7 +73,8 @@ def run_parity(
     limit = TOLERANCES[dtype] if tolerance is None else tolerance
     with precise():
         one = subject(read_model(folder, **(reading or {})), mesh, dtype, steps, sequence, optimizer, context=context)
-        return climb(one, folder, limit, bisect)
+        with anew(one.training.mesh, one.training.config.train):
+            return climb(one, folder, limit, bisect)
 
 
 @contextlib.contextmanager
