@@ -21,6 +21,8 @@ import math
 import os
 import shutil
 import sys
+import threading
+import time
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
@@ -36,6 +38,8 @@ from jaxpar import __version__
 PyTree = Any
 ITEMS = ("params", "training", "record")
 SHOWN = 5
+UNFINISHED = ".orbax-checkpoint-tmp"  # in the name of a folder that Orbax writes in
+WRITERS_SECONDS = 10.0  # that a failed save waits for its other writers
 
 
 def _not_orbax(record: logging.LogRecord) -> bool:
@@ -43,9 +47,11 @@ def _not_orbax(record: logging.LogRecord) -> bool:
 
 
 def _not_from_orbax(record: logging.LogRecord) -> bool:
-    """False for an exception that passed through Orbax's code, which nobody was left to take."""
+    """False for an exception that nobody was left to take: it passed through Orbax's code, or names a file that Orbax was writing (that of
+    a storage future has no frames)."""
     trace = record.exc_info[2] if record.exc_info else None
-    return not any(f"{os.sep}orbax{os.sep}" in frame.f_code.co_filename for frame, _ in traceback.walk_tb(trace))
+    through = any(f"{os.sep}orbax{os.sep}" in frame.f_code.co_filename for frame, _ in traceback.walk_tb(trace))
+    return not through and UNFINISHED not in record.getMessage()
 
 
 # A failed write is raised to whoever saved; Orbax logs it too, from each of its threads, with as many tracebacks, and so does
@@ -266,10 +272,19 @@ class _Failures:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if isinstance(error, Exception) and not isinstance(error, (AssertionError, TypeError)):
+            _join_writers()
             raise OSError(
                 f"checkpoint.folder: saving in {self.folder} failed, complete steps are untouched: "
                 f"free space or choose another folder ({_line(error)})"
             ) from error
+
+
+def _join_writers() -> None:
+    """Let the threads of a failed save end, so that whoever removes its folder does not see it made again."""
+    deadline = time.monotonic() + WRITERS_SECONDS
+    for thread in threading.enumerate():
+        if type(thread).__module__.startswith("orbax.") and thread is not threading.current_thread():
+            threading.Thread.join(thread, max(0.0, deadline - time.monotonic()))
 
 
 def _pass_over_late_writers() -> None:

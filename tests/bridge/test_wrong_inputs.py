@@ -463,11 +463,24 @@ def test_full_disk(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_full_disk_during_an_import(originals, tmp_path):
-    """The checkpoint's writer has threads of its own, which go on for a moment."""
-    limited = "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (20000, 20000)); "
-    limited += "from torch_bridge import cli; sys.exit(cli.main())"
-    command = [sys.executable, "-c", limited, "import", str(originals / "llama"), str(tmp_path / "out")]
+LIMITED = """
+import asyncio.base_events, resource, sys, time
+resource.setrlimit(resource.RLIMIT_FSIZE, (20000, 20000))
+turn = asyncio.base_events.BaseEventLoop._run_once
+pause = float(sys.argv.pop(1))
+def later(loop):
+    time.sleep(pause)
+    turn(loop)
+asyncio.base_events.BaseEventLoop._run_once = later
+from torch_bridge import cli
+sys.exit(cli.main())
+"""
+
+
+@pytest.mark.parametrize("pause", [0.0, 0.02])
+def test_a_full_disk_during_an_import(originals, tmp_path, pause):
+    """The checkpoint's writer has threads of its own, which go on for a moment; on a busy machine for longer."""
+    command = [sys.executable, "-c", LIMITED, str(pause), "import", str(originals / "llama"), str(tmp_path / "out")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, env={**os.environ, "JAX_PLATFORMS": "cpu"})
     assert done.returncode == 2 and "free space or choose another folder" in done.stderr.splitlines()[-1]
     assert "Traceback" not in done.stderr  # of writes that fail after the first

@@ -1,5 +1,7 @@
 """Checkpoints come back bit for bit on any mesh, survive kill -9 in the middle of a save, and say what is wrong."""
 
+import asyncio
+import gc
 import os
 import signal
 import socket
@@ -217,6 +219,18 @@ def test_a_disk_that_fills_during_a_save_is_told_in_one_line(tmp_path):
     assert process.returncode == 0
     with Checkpoints(tmp_path) as checkpoints:
         assert checkpoints.latest() == 1 and checkpoints.config(1) == {}
+
+
+@pytest.mark.parametrize(("path", "told"), [("3.orbax-checkpoint-tmp/params/d/1", 0), ("corpus/shard", 1)])
+def test_a_write_that_fails_after_the_first_is_not_told_again(path, told, caplog):
+    """Its future has no frames and, the save being over, nobody to take its exception. Anybody else's is still told."""
+    loop = asyncio.new_event_loop()
+    late = loop.create_future()
+    late.set_exception(ValueError(f"OUT_OF_RANGE: Error writing {path}: File too large"))
+    del late
+    gc.collect()
+    loop.close()
+    assert len(caplog.records) == told
 
 
 def test_unwritable_or_full_folder_is_refused_before_training(tmp_path, monkeypatch):
