@@ -5,7 +5,7 @@
     dump          Config -> nested dict that JSON takes; from_dict(dump(config)) == config
     parse_mesh    "data=2,tensor=2" -> MeshShape
 
-A file holds the sections of `jaxpar/config.py`. `model: {preset: llama3-8b, layers: 2}` starts from configs/models/llama3-8b.yaml (beside
+A file holds the sections of `jaxpar/config`. `model: {preset: llama3-8b, layers: 2}` starts from configs/models/llama3-8b.yaml (beside
 the run file's folder, or in this clone), or from a path that ends in .yaml, relative to the run file; what else stands there wins.
 There are no includes and no interpolation. Scalars are YAML 1.2's: 1e-3 is a number, yes and on are strings.
 """

@@ -23,7 +23,8 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxpar.compilation import anew
-from jaxpar.config import Config, require
+from jaxpar.config import Config
+from jaxpar.config.checks import require
 from jaxpar.decode_places import dropless, parameter_places
 from jaxpar.mesh import BATCH, SEQ, TENSOR
 from jaxpar.models import pattern
@@ -297,9 +298,6 @@ def build_generator(config: Config, mesh: Mesh, params: Tree) -> Generator:
         attention_block=config.train.attention_block,
         context=context,
         platform=mesh.devices.flat[0].platform,
-        expert_axes=config.train.expert_axes,
-        expert_dispatch=config.train.expert_dispatch,
-        expert_buffer=config.train.expert_buffer,
-        expert_columns=config.train.expert_columns,
+        experts=config.train.experts,
     )
     return Generator(config, mesh, fitted, partitions, decoder_functions(model, Replicated(), options))

@@ -10,8 +10,8 @@ from dataclasses import replace
 
 from jax.sharding import Mesh
 
-from jaxpar.config import Config, require
-from jaxpar.config_checks import divisors
+from jaxpar.config import Config, ExpertsConfig
+from jaxpar.config.checks import divisors, require
 from jaxpar.mesh import BATCH, DATA, EXPERT, SEQ, TENSOR
 from jaxpar.models.decoder import declared
 from jaxpar.parallel.tensor import check_heads
@@ -47,5 +47,5 @@ def dropless(config: Config, mesh: Mesh) -> Config:
     tokens gathered, with room for every choice."""
     tensor, room = mesh.shape[TENSOR], float(mesh.shape[EXPERT])
     columns = tensor > 1 and bool(config.model.moe.experts) and config.model.moe.width % tensor == 0
-    train = replace(config.train, expert_axes=(EXPERT,), expert_dispatch="gather", expert_buffer=room, expert_chunks=1)
-    return replace(config, train=replace(train, expert_columns=columns))
+    experts = ExpertsConfig(axes=(EXPERT,), dispatch="gather", buffer_factor=room, columns=columns)
+    return replace(config, train=replace(config.train, experts=experts))

@@ -22,7 +22,8 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxpar import configfile
-from jaxpar.config import Config, MeshShape, require
+from jaxpar.config import Config, MeshShape
+from jaxpar.config.checks import require
 from jaxpar.decode import Generator, build_generator
 from jaxpar.decode_places import parameter_places
 from jaxpar.mesh import TENSOR, make_mesh

@@ -39,13 +39,13 @@ DENSE: Mapping[str, Target] = {
 
 
 def table(train: TrainConfig) -> Mapping[str, Target]:
-    """The rules of a run: DENSE with experts where `train.expert_axes` puts them, and their columns where `train.expert_columns` does."""
-    return {**DENSE, "experts": train.expert_axes, "expert_mlp": TENSOR if train.expert_columns else None}
+    """The rules of a run: DENSE with experts where `train.experts.axes` puts them, and their columns where `train.experts.columns` does."""
+    return {**DENSE, "experts": train.experts.axes, "expert_mlp": TENSOR if train.experts.columns else None}
 
 
 def experts_ways(config: Config) -> int:
     """Devices that the experts are split over."""
-    return math.prod(getattr(config.mesh, axis) for axis in config.train.expert_axes)
+    return math.prod(getattr(config.mesh, axis) for axis in config.train.experts.axes)
 
 
 # Logical axes of parameters that meet activations split over `tensor`: their gradient is a partial sum there even when they are whole.

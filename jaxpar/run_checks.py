@@ -12,7 +12,7 @@ from collections.abc import Callable
 import jax
 
 from jaxpar.config import Config
-from jaxpar.config_checks import divisors
+from jaxpar.config.checks import divisors
 from jaxpar.mesh import AXES, BATCH, PIPE, TENSOR
 from jaxpar.rules import experts_ways, fits_kv, nearest
 
@@ -124,42 +124,43 @@ def _check_experts(config: Config) -> None:
             f"optimizer.name: {config.optimizer.name} looks at matrices and would take all experts of a layer for one; use adamw or lion"
         )
     mesh, train, count, ways = config.mesh, config.train, config.model.moe.experts, experts_ways(config)
+    experts = train.experts
     if count % ways:
-        names = " × ".join(f"mesh.{axis}" for axis in train.expert_axes)
+        names = " × ".join(f"mesh.{axis}" for axis in experts.axes)
         works = ", ".join(map(str, divisors(count)))
         raise ValueError(f"model.moe.experts: {count} do not divide over {names} {ways}; numbers of devices that work: {works}")
-    if TENSOR in train.expert_axes and mesh.tensor > 1 and not train.sequence_parallel:
+    if TENSOR in experts.axes and mesh.tensor > 1 and not train.sequence_parallel:
         raise ValueError(
-            "train.expert_axes: folding experts over tensor needs tokens that differ along it; set train.sequence_parallel=true, "
+            "train.experts.axes: folding experts over tensor needs tokens that differ along it; set train.sequence_parallel=true, "
             "or leave tensor out"
         )
-    if train.expert_columns and config.model.moe.width % mesh.tensor:
+    if experts.columns and config.model.moe.width % mesh.tensor:
         works = nearest(mesh.tensor, lambda size: config.model.moe.width % size == 0)
         raise ValueError(
-            f"train.expert_columns: mesh.tensor {mesh.tensor} does not divide model.moe.width {config.model.moe.width}; "
+            f"train.experts.columns: mesh.tensor {mesh.tensor} does not divide model.moe.width {config.model.moe.width}; "
             f"sizes that work: {works}"
         )
     _check_chunks(config)
-    k = config.model.moe.per_token
-    if train.expert_dispatch == "capacity" and train.expert_capacity < 1 / k:
+    k, factor = config.model.moe.per_token, experts.capacity_factor
+    if experts.dispatch == "capacity" and factor < 1 / k:
         tokens = train.batch * config.data.sequence
-        alone = round(tokens * (1 - k * train.expert_capacity))
+        alone = round(tokens * (1 - k * factor))
         raise ValueError(
-            f"train.expert_capacity: {train.expert_capacity} is below 1/k = {1 / k:g}: at least {1 - train.expert_capacity:.0%} of all "
+            f"train.experts.capacity_factor: {factor} is below 1/k = {1 / k:g}: at least {1 - factor:.0%} of all "
             f"choices would be dropped, and about {alone:,} of a step's {tokens:,} tokens or more would pass no expert; use 1 or more"
         )
 
 
 def _check_chunks(config: Config) -> None:
     """The tokens that a device dispatches at once must divide into chunks."""
-    mesh, train = config.mesh, config.train
-    split = mesh.tensor if train.sequence_parallel and not train.expert_columns else 1
+    mesh, train, experts = config.mesh, config.train, config.train.experts
+    split = mesh.tensor if train.sequence_parallel and not experts.columns else 1
     parts = mesh.data * mesh.expert * train.accumulation * train.interleave
     tokens = train.batch // parts * (config.data.sequence // (mesh.seq * split))
-    if tokens % train.expert_chunks:
-        works = nearest(train.expert_chunks, lambda size: tokens % size == 0)
+    if tokens % experts.chunks:
+        works = nearest(experts.chunks, lambda size: tokens % size == 0)
         raise ValueError(
-            f"train.expert_chunks: {tokens} tokens of a device do not divide in {train.expert_chunks} chunks; numbers that work: {works}"
+            f"train.experts.chunks: {tokens} tokens of a device do not divide in {experts.chunks} chunks; numbers that work: {works}"
         )
 
 

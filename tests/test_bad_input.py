@@ -51,7 +51,7 @@ def refused(folder, path, capsys, *sets):
             "model.moe.experts: 6 do not divide over mesh.expert 4; numbers of devices that work: 1, 2, 3, 6",
         ),
         (
-            ["model.moe.experts=4", "train.expert_dispatch=capacity", "train.expert_capacity=0.375"],
+            ["model.moe.experts=4", "train.experts.dispatch=capacity", "train.experts.capacity_factor=0.375"],
             "of all choices would be dropped, and about 32 of a step's 128 tokens or more would pass no expert; use 1 or more",
         ),
         (["model.moe.experts=4", "model.moe.dense_layers=2"], "model.moe.dense_layers: 2 of model.layers 2 leave none with experts"),

@@ -9,7 +9,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
-from jaxpar.config import CheckpointConfig, Config, ContextConfig, DataConfig, MeshShape, ModelConfig, MoeConfig, RopeConfig, TrainConfig
+from jaxpar.config import (
+    CheckpointConfig,
+    Config,
+    ContextConfig,
+    DataConfig,
+    ExpertsConfig,
+    MeshShape,
+    ModelConfig,
+    MoeConfig,
+    RopeConfig,
+    TrainConfig,
+)
 from jaxpar.mesh import EXPERT, REPLICA, TENSOR
 from jaxpar.params import Parameter
 from jaxpar.rules import DENSE, Rules, spec_axes, unsharded, varying_axes, zero_placement, zero_spec
@@ -232,25 +243,32 @@ EXPERTS = {"model": {"moe": MoeConfig(experts=12, per_token=2)}}
     [
         ({"mesh": {"data": 1, "expert": 8, "tensor": 1}}, r"model.moe.experts: 12 .* mesh.expert 8; .*work: 1, 2, 3, 4, 6, 12$"),
         (
-            {"mesh": {"data": 1, "expert": 4, "tensor": 2}, "train": {"expert_axes": (EXPERT, TENSOR)}},
+            {"mesh": {"data": 1, "expert": 4, "tensor": 2}, "train": {"experts": ExpertsConfig(axes=(EXPERT, TENSOR))}},
             r"model.moe.experts: 12 .* mesh.expert × mesh.tensor 8; .*work: 1, 2, 3, 4, 6, 12$",
         ),
         (
-            {"mesh": {"data": 2, "expert": 2}, "train": {"expert_axes": (EXPERT, TENSOR), "sequence_parallel": False}},
-            r"train.expert_axes: folding .*; set train.sequence_parallel=true, or leave tensor out",
+            {"mesh": {"data": 2, "expert": 2}, "train": {"experts": ExpertsConfig(axes=(EXPERT, TENSOR)), "sequence_parallel": False}},
+            r"train.experts.axes: folding .*; set train.sequence_parallel=true, or leave tensor out",
         ),
         (
-            {"model": {"moe": MoeConfig(experts=12, width=6)}, "mesh": {"data": 2, "tensor": 4}, "train": {"expert_columns": True}},
-            r"train.expert_columns: mesh.tensor 4 does not divide model.moe.width 6; sizes that work: 1, 2, 3, 6$",
+            {
+                "model": {"moe": MoeConfig(experts=12, width=6)},
+                "mesh": {"data": 2, "tensor": 4},
+                "train": {"experts": ExpertsConfig(columns=True)},
+            },
+            r"train.experts.columns: mesh.tensor 4 does not divide model.moe.width 6; sizes that work: 1, 2, 3, 6$",
         ),
         (
             {"model": {"moe": MoeConfig(experts=12, shared_width=6)}, "mesh": {"data": 2, "tensor": 4}},
             r"mesh.tensor: 4 does not divide model.moe.shared_width 6; tensor sizes that work: 1, 2$",
         ),
-        ({"train": {"expert_chunks": 3}}, r"train.expert_chunks: \d+ tokens .* do not divide in 3 chunks; numbers that work: 1, 2, 4$"),
         (
-            {"train": {"expert_dispatch": "capacity", "expert_capacity": 0.25}},
-            r"train.expert_capacity: 0.25 is below 1/k = 0.5: at least 75% of .* about 2,048 of a step's 4,096 tokens or more",
+            {"train": {"experts": ExpertsConfig(chunks=3)}},
+            r"train.experts.chunks: \d+ tokens .* do not divide in 3 chunks; numbers that work: 1, 2, 4$",
+        ),
+        (
+            {"train": {"experts": ExpertsConfig(dispatch="capacity", capacity_factor=0.25)}},
+            r"train.experts.capacity_factor: 0.25 is below 1/k = 0.5: at least 75% of .* about 2,048 of a step's 4,096 tokens or more",
         ),
     ],
 )
@@ -261,24 +279,24 @@ def test_check_run_refuses_experts(sections, message):
 
 
 def test_check_run_takes_experts_that_divide():
-    check_run(changed(**EXPERTS, mesh={"data": 2, "expert": 2}, train={"expert_axes": (EXPERT, TENSOR)}), 8)
+    check_run(changed(**EXPERTS, mesh={"data": 2, "expert": 2}, train={"experts": ExpertsConfig(axes=(EXPERT, TENSOR))}), 8)
     check_run(changed(mesh={"data": 2, "expert": 2}), 8)  # a dense model: just more data
 
 
 @pytest.mark.parametrize(
     "field, value, message",
     [
-        ("expert_axes", (TENSOR,), r"train.expert_axes: \('tensor',\) is not one of"),
-        ("expert_dispatch", "alltoall", r"train.expert_dispatch: 'alltoall' is not one of ragged, capacity, gather"),
-        ("expert_buffer", 0.5, r"train.expert_buffer: 0.5 must be at least 1"),
-        ("expert_capacity", 0.0, r"train.expert_capacity: 0.0 must be positive"),
-        ("expert_chunks", 0, r"train.expert_chunks: 0 must be at least 1"),
-        ("expert_priority", "first", r"train.expert_priority: 'first' is not one of position, weight"),
+        ("axes", (TENSOR,), r"train.experts.axes: \('tensor',\) is not one of"),
+        ("dispatch", "alltoall", r"train.experts.dispatch: 'alltoall' is not one of ragged, capacity, gather"),
+        ("buffer_factor", 0.5, r"train.experts.buffer_factor: 0.5 must be at least 1"),
+        ("capacity_factor", 0.0, r"train.experts.capacity_factor: 0.0 must be positive"),
+        ("chunks", 0, r"train.experts.chunks: 0 must be at least 1"),
+        ("priority", "first", r"train.experts.priority: 'first' is not one of position, weight"),
     ],
 )
-def test_train_section_refuses(field, value, message):
+def test_experts_section_refuses(field, value, message):
     with pytest.raises(ValueError, match=message):
-        TrainConfig(**{field: value})
+        ExpertsConfig(**{field: value})
 
 
 def test_check_run_takes_what_only_looks_odd():

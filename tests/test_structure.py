@@ -109,7 +109,7 @@ def slow_nnx(tree: ast.AST) -> list[int]:
 
 
 COLLECTIVES_FILE = ROOT / "jaxpar/parallel/collectives.py"
-AXIS_FILES = (ROOT / "jaxpar/mesh.py", ROOT / "jaxpar/config.py")
+AXIS_FILES = (ROOT / "jaxpar/mesh.py", ROOT / "jaxpar/config/run.py", ROOT / "jaxpar/config/experts.py")
 
 # rule, files it holds for, what breaks it, what does not
 RULES: list[tuple[Callable[[ast.AST], list[int]], list[Path], list[str], list[str]]] = [

@@ -42,7 +42,7 @@ MAX_SHARD_BYTES = 5 * 10**9
 
 
 def default_places(model: ModelConfig, mesh: Mesh, train: TrainConfig | None = None) -> Tree:
-    """PartitionSpecs of a model's parameters on a mesh: split over `tensor`, experts over `train.expert_axes`, default `expert`; equal
+    """PartitionSpecs of a model's parameters on a mesh: split over `tensor`, experts over `train.experts.axes`, default `expert`; equal
     elsewhere."""
     specs = Decoder(model, padded_vocabulary(model.vocabulary, mesh.shape[TENSOR])).specs
     return partition_specs(specs, Rules(dict(mesh.shape), table(train or TrainConfig())))

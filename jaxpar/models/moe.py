@@ -73,15 +73,15 @@ class MoE(nnx.Module):
         self.fused = options.expert_fused and not moe.biases
         self.dispatch = Dispatch(
             experts=moe.experts,
-            axes=options.expert_axes,
-            method=options.expert_dispatch,
-            buffer_factor=options.expert_buffer,
-            capacity_factor=options.expert_capacity,
-            by_weight=options.expert_priority == "weight",
+            axes=options.experts.axes,
+            method=options.experts.dispatch,
+            buffer_factor=options.experts.buffer_factor,
+            capacity_factor=options.experts.capacity_factor,
+            by_weight=options.experts.priority == "weight",
             platform=options.platform,
-            chunks=options.expert_chunks,
+            chunks=options.experts.chunks,
         )
-        self.columns = options.expert_columns
+        self.columns = options.experts.columns
         shape, axes = (moe.experts, moe.width, width), ("experts", "expert_mlp", "embed")
         self.router = matrix((moe.experts, width), ("router", "embed"), 1, config.init_std)
         self.correction = state((moe.experts,), ("router",)) if moe.correction else None

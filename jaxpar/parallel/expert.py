@@ -35,7 +35,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxpar.config_checks import require
+from jaxpar.config.checks import require
 from jaxpar.ops.rows import carry, combine, sort, sort_limited, spread
 from jaxpar.parallel import collectives
 from jaxpar.parallel.expert_inputs import check_dispatch, check_routed, check_tokens

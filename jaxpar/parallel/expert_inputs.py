@@ -8,7 +8,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from jaxpar.config_checks import divisors, one_of, require
+from jaxpar.config.checks import divisors, one_of, require
 from jaxpar.parallel.collectives import as_tuple, axis_size, varying
 
 

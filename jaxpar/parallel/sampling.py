@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxpar.config import require
+from jaxpar.config.checks import require
 from jaxpar.mesh import TENSOR
 from jaxpar.parallel.collectives import all_gather, all_reduce_max, axis_index, vary_like
 

@@ -27,7 +27,7 @@ from jax.sharding import Mesh
 from jaxpar import gpu, run_checks
 from jaxpar.compilation import without_cache
 from jaxpar.config import Config
-from jaxpar.config_checks import divisors
+from jaxpar.config.checks import divisors
 from jaxpar.mesh import make_mesh
 from jaxpar.plan import buffers, formulas, kernels, memory, sent, simulate, work
 from jaxpar.plan.hardware import Hardware

@@ -4,7 +4,7 @@
 
 As in `formulas.py`, sizes and counts are written down once more rather than asked of `jaxpar/parallel/expert.py`.
 
-Dims: T tokens of a microbatch's part on one device, D model width, E experts, K experts of a token, n devices along `train.expert_axes`.
+Dims: T tokens of a microbatch's part on one device, D model width, E experts, K experts of a token, n devices along `train.experts.axes`.
 Values of width D that a device sends in a layer's forward (the backward sends as many, and what the policy did not keep again):
 
     gather     2 (n-1) T D                          each token to every device, and its result back
@@ -69,18 +69,18 @@ def _rows(config: Config) -> tuple[int, int]:
 
 def _dispatch(config: Config) -> list[Collective]:
     """Tokens to experts and back, forward, again and backward."""
-    train, moe, axes = config.train, config.model.moe, config.train.expert_axes
-    n, tokens = math.prod(getattr(config.mesh, axis) for axis in axes), math.prod(_rows(config)) // train.expert_chunks
-    if train.expert_columns and train.sequence_parallel:
+    train, experts, moe, axes = config.train, config.train.experts, config.model.moe, config.train.experts.axes
+    n, tokens = math.prod(getattr(config.mesh, axis) for axis in axes), math.prod(_rows(config)) // experts.chunks
+    if experts.columns and train.sequence_parallel:
         tokens *= config.mesh.tensor
-    times = sparse_layers(config) * train.accumulation * train.interleave * train.expert_chunks
+    times = sparse_layers(config) * train.accumulation * train.interleave * experts.chunks
     again, counted_again = DISPATCHED_AGAIN[train.remat]
     width, k, dtype = config.model.width, choices(config), train.compute_dtype
 
     def send(what: str, kind: str, count: int, elements: int, dtype: str) -> list[Collective]:
         return _sent(config, what, kind, axes, count * times, elements, dtype)
 
-    if train.expert_dispatch == "gather":
+    if experts.dispatch == "gather":
         whole = n * tokens
         return [
             *send("tokens, and gradients of results", "all_gather", 2 + again, whole * width, dtype),
@@ -90,11 +90,11 @@ def _dispatch(config: Config) -> list[Collective]:
             *send("gradients of weights", "reduce_scatter", 1, whole * k, _wide(config)),
         ]
     rows, kind = tokens * k, "ragged_all_to_all"
-    if train.expert_dispatch == "capacity":
-        rows, kind = moe.experts * min(tokens, math.ceil(train.expert_capacity * tokens * k / moe.experts)), "all_to_all"
+    if experts.dispatch == "capacity":
+        rows, kind = moe.experts * min(tokens, math.ceil(experts.capacity_factor * tokens * k / moe.experts)), "all_to_all"
     found = send("tokens, results and their gradients", kind, 4 + again, rows * width, dtype)
     found += send("weights and their gradients", kind, 2 + counted_again, rows, _wide(config))
-    if train.expert_dispatch == "ragged":
+    if experts.dispatch == "ragged":
         for values in (moe.experts + n, 2 * n):
             found += send("counts", "all_to_all", 1 + counted_again, values, "int32")
     return found
@@ -105,7 +105,7 @@ def _columns(config: Config) -> list[Collective]:
     shared expert's tokens have entered already, and so have the gradients of its results, but where they go around a ring."""
     train, moe, tokens = config.train, config.model.moe, math.prod(_rows(config))
     again, counted_again = DISPATCHED_AGAIN[train.remat]
-    if not train.expert_columns:
+    if not train.experts.columns:
         return []
 
     def send(what: str, kind: str, count: int, width: int, dtype: str) -> list[Collective]:
@@ -160,7 +160,7 @@ def _counts(config: Config, compiled: bool) -> list[Collective]:
 def _metrics(config: Config) -> list[Collective]:
     """Balancing loss, z-loss and entropy; choices that overflowed and that were dropped; the load of every expert."""
     axes = (*REPLICA, *_token_axes(config))
-    losses = (*axes, TENSOR) if config.train.expert_columns else axes
+    losses = (*axes, TENSOR) if config.train.experts.columns else axes
     names = {"balance": _wide(config), "z": _wide(config), "entropy": _wide(config), "overflow": "int32", "dropped": "int32"}
     counts = sparse_layers(config) * config.model.moe.experts if config.model.moe.balance == "sequence" else 0  # else summed already
     load = _sent(config, "load", "all_reduce", axes, 1, counts, "int32") if counts else []

@@ -87,17 +87,17 @@ def _expert_rows(config: Config) -> int:
 
     Where other devices have experts, beside them: `ragged`, rows and gradients as they came, into zeros each, and of a token's choices
     what goes back, into zeros; `capacity`, as they came; `gather`, all tokens and all gradients of results."""
-    moe, train, (b, s), width = config.model.moe, config.train, formulas.microbatch(config), config.model.width
+    moe, experts, (b, s), width = config.model.moe, config.train.experts, formulas.microbatch(config), config.model.width
     if not moe.experts:
         return 0
-    ways = math.prod(getattr(config.mesh, axis) for axis in train.expert_axes)
-    tokens, k = b * s // (1 if train.expert_columns else formulas.token_shards(config)), choices(config)
-    capacity = train.expert_dispatch == "capacity"
-    rows = math.ceil((train.expert_capacity if capacity else train.expert_buffer if ways > 1 else 1) * tokens * k)
+    ways = math.prod(getattr(config.mesh, axis) for axis in experts.axes)
+    tokens, k = b * s // (1 if experts.columns else formulas.token_shards(config)), choices(config)
+    capacity = experts.dispatch == "capacity"
+    rows = math.ceil((experts.capacity_factor if capacity else experts.buffer_factor if ways > 1 else 1) * tokens * k)
     if ways == 1:
         return 4 * rows * width
     beside = {"ragged": 4 * rows + 2 * tokens * k, "capacity": 2 * rows, "gather": 2 * ways * tokens}
-    return (4 * rows + beside[train.expert_dispatch]) * width
+    return (4 * rows + beside[experts.dispatch]) * width
 
 
 def _transposed(config: Config) -> int:

@@ -178,7 +178,7 @@ def excess(config: Config, ratio: float, at_most: bool, cudnn: bool, again: bool
         return ""
     block, tensor = train.attention_block, config.mesh.tensor
     b, s = formulas.microbatch(config)
-    capacity = bool(model.moe.experts) and train.expert_dispatch == "capacity"
+    capacity = bool(model.moe.experts) and train.experts.dispatch == "capacity"
     reasons = {
         f"tiles of {block} × {block} scores are multiplied whole where a mask cuts them": not cudnn or any(model.layer_windows),
         "with train.context.layout=contiguous every GPU goes through as many tiles as the one whose tokens see most": config.mesh.seq > 1

@@ -115,8 +115,8 @@ def weights(config: Config) -> list[Weight]:
 def _target(config: Config, axis: str, size: int) -> tuple[str, ...]:
     """The mesh axes that split a dim of a parameter."""
     if axis == "experts":
-        return config.train.expert_axes
-    split = SPLIT_BY_TENSOR | ({"expert_mlp"} if config.train.expert_columns else set())
+        return config.train.experts.axes
+    split = SPLIT_BY_TENSOR | ({"expert_mlp"} if config.train.experts.columns else set())
     fits = axis in split and not (axis == "kv_heads" and size < config.mesh.tensor)
     return (TENSOR,) if fits else ()
 

@@ -17,7 +17,8 @@ from jax.experimental import multihost_utils
 
 from jaxpar import configfile, params, run_checks
 from jaxpar.compilation import anew
-from jaxpar.config import Config, require
+from jaxpar.config import Config
+from jaxpar.config.checks import require
 from jaxpar.mesh import explain, make_mesh
 from jaxpar.parallel import zero
 from jaxpar.train import padding

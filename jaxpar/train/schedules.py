@@ -16,7 +16,8 @@ from __future__ import annotations
 import jax.numpy as jnp
 import optax
 
-from jaxpar.config import OptimizerConfig, require
+from jaxpar.config import OptimizerConfig
+from jaxpar.config.checks import require
 
 
 def learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:

@@ -112,8 +112,10 @@ def build_training(config: Config, mesh: Mesh) -> Training:
     step = _program(config, mesh, gradients, optimizer, state)
     ways = experts_ways(config)
     repeat = None
-    if config.model.moe.experts and config.train.expert_dispatch != "capacity" and config.train.expert_buffer < ways:
-        roomy = dataclasses.replace(config, train=dataclasses.replace(config.train, expert_buffer=float(ways)))
+    experts = config.train.experts
+    if config.model.moe.experts and experts.dispatch != "capacity" and experts.buffer_factor < ways:
+        room = dataclasses.replace(experts, buffer_factor=float(ways))
+        roomy = dataclasses.replace(config, train=dataclasses.replace(config.train, experts=room))
         repeat = _program(roomy, mesh, build_gradients(roomy, mesh), optimizer, state)
     return Training(config, mesh, gradients, optimizer, state, step, repeat)
 

@@ -12,7 +12,7 @@ import torch
 import transformers
 
 from jaxpar import configfile
-from jaxpar.config import MeshShape, ModelConfig, MoeConfig, TrainConfig
+from jaxpar.config import ExpertsConfig, MeshShape, ModelConfig, MoeConfig, TrainConfig
 from jaxpar.mesh import make_mesh
 from jaxpar.models.decoder import Decoder
 from jaxpar.params import flatten
@@ -343,7 +343,7 @@ def test_each_device_reads_its_own_experts_alone(folders, monkeypatch, stacked):
         whole_read(self, index, out)
 
     monkeypatch.setattr(FileTensor, "read", counting)
-    places = default_places(source.model, mesh, TrainConfig(expert_axes=("expert", "tensor")))
+    places = default_places(source.model, mesh, TrainConfig(experts=ExpertsConfig(axes=("expert", "tensor"))))
     params = import_params(source, mesh, places)
     assert read == {key: tensor.bytes for key, tensor in source.tensors.items()}
     assert all(start // 3 == (stop - 1) // 3 for start, stop in boxes) and (boxes != []) == stacked

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from jaxpar.config import Config, MeshShape, TrainConfig
+from jaxpar.config import Config, ExpertsConfig, MeshShape, TrainConfig
 from jaxpar.decode import build_generator
 from jaxpar.mesh import make_mesh
 from jaxpar.models.decoder import DecoderFunctions
@@ -185,7 +185,7 @@ def test_a_fault_of_the_optimizer_fails_the_steps(source, batches, wanted):
 
 def test_lost_choices_are_an_error():
     config = Config(model=dataclasses.replace(Config().model, moe=dataclasses.replace(Config().model.moe, experts=4)))
-    with pytest.raises(ValueError, match="expert_overflow 3; give train.expert_buffer room"):
+    with pytest.raises(ValueError, match="expert_overflow 3; give train.experts.buffer_factor room"):
         backward.total(config, {"loss": 1.0, "expert_overflow": 3, "expert_dropped": 0})
 
 
@@ -219,7 +219,9 @@ def test_greedy_tokens_are_torchs(name, mesh, tmp_path):
             ids.append(int(scores.argmax()))
         expected.append(ids[len(prompt) :])
     assert len({token for row in expected for token in row}) > 5, "tokens that repeat would hide a wrong cache"
-    config = Config(model=source.model, train=TrainConfig(compute_dtype="float64", expert_axes=("expert", "tensor"), expert_buffer=1.0))
+    config = Config(
+        model=source.model, train=TrainConfig(compute_dtype="float64", experts=ExpertsConfig(axes=("expert", "tensor"), buffer_factor=1.0))
+    )
     placed = make_mesh(mesh, jax.devices()[: mesh.devices])
     generator = build_generator(config, placed, import_params(source, placed, dtype="float64"))
     assert generator.generate(PROMPTS, TOKENS) == expected

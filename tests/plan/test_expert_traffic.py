@@ -6,7 +6,7 @@ The CPU has no ragged exchange and runs a padded one in its place; here the prog
 import jax
 import pytest
 
-from jaxpar.config import Config, DataConfig, MeshShape, ModelConfig, MoeConfig, TrainConfig
+from jaxpar.config import Config, DataConfig, ExpertsConfig, MeshShape, ModelConfig, MoeConfig, TrainConfig
 from jaxpar.mesh import make_mesh
 from jaxpar.models.options import train_options
 from jaxpar.plan import formulas
@@ -20,32 +20,32 @@ E, K, D, TOKENS = 8, 2, 32, 32 * 16  # of a step
 EXPERT, FOLDED, WHOLE = ("expert",), ("expert", "tensor"), ("expert", "seq", "tensor")
 
 
-def run(data=1, expert=1, seq=1, tensor=1, shared=0, balance="sequence", moe=(), **train):
+def run(data=1, expert=1, seq=1, tensor=1, shared=0, balance="sequence", moe=(), experts=(), **train):
     given = {"per_token": K, **dict(moe)}
     moe = MoeConfig(experts=E, width=24, balance=balance, balance_weight=0.01, shared_width=shared, **given)
     return Config(
         model=ModelConfig(vocabulary=64, width=D, layers=3, heads=4, kv_heads=2, head_width=8, mlp_width=48, moe=moe),
         mesh=MeshShape(data=data, expert=expert, seq=seq, tensor=tensor),
         data=DataConfig(sequence=16, vocabulary=64),
-        train=TrainConfig(**{"batch": 32, "attention": "blockwise", **train}),
+        train=TrainConfig(**{"batch": 32, "attention": "blockwise", "experts": ExpertsConfig(**dict(experts)), **train}),
     )
 
 
 FEW = {
     "ragged": run(2, 2, 1, 2, remat="block", balance="microbatch", accumulation=2, interleave=2, zero=1),
-    "gather": run(2, 4, remat="matmuls", zero=3, expert_dispatch="gather"),
-    "capacity": run(2, 2, 1, 2, remat="outputs", shared=24, zero=2, expert_dispatch="capacity", sequence_parallel=False),
-    "columns, in chunks": run(2, 2, 1, 2, remat="block", expert_columns=True, expert_chunks=2, shared=24, moe={"dense_layers": 1}),
-    "folded over tensor": run(2, 2, 1, 2, remat="block", zero=3, expert_axes=FOLDED),
-    "folded over seq and tensor": run(1, 2, 2, 2, remat="attention", zero=3, expert_axes=WHOLE, shared=24),
+    "gather": run(2, 4, remat="matmuls", zero=3, experts={"dispatch": "gather"}),
+    "capacity": run(2, 2, 1, 2, remat="outputs", shared=24, zero=2, experts={"dispatch": "capacity"}, sequence_parallel=False),
+    "columns, in chunks": run(2, 2, 1, 2, remat="block", experts={"columns": True, "chunks": 2}, shared=24, moe={"dense_layers": 1}),
+    "folded over tensor": run(2, 2, 1, 2, remat="block", zero=3, experts={"axes": FOLDED}),
+    "folded over seq and tensor": run(1, 2, 2, 2, remat="attention", zero=3, experts={"axes": WHOLE}, shared=24),
 }
 MORE = {
-    **{f"{m} {r}": run(2, 2, 1, 2, remat=r, expert_dispatch=m) for m in ("ragged", "gather", "capacity") for r in ("none", "block")},
+    **{f"{m} {r}": run(2, 2, 1, 2, remat=r, experts={"dispatch": m}) for m in ("ragged", "gather", "capacity") for r in ("none", "block")},
     "no sequence parallelism": run(2, 2, 1, 2, sequence_parallel=False, zero=1),
     "expert alone": run(1, 8, remat="block", zero=3),
-    **{f"columns {r}": run(2, 2, 1, 2, remat=r, expert_columns=True) for r in ("none", "matmuls", "outputs")},
-    "columns, replicated": run(2, 2, 1, 2, expert_columns=True, sequence_parallel=False, zero=2),
-    "columns, ring": run(2, 2, 1, 2, remat="block", expert_columns=True, shared=24, collective_matmul=True),
+    **{f"columns {r}": run(2, 2, 1, 2, remat=r, experts={"columns": True}) for r in ("none", "matmuls", "outputs")},
+    "columns, replicated": run(2, 2, 1, 2, experts={"columns": True}, sequence_parallel=False, zero=2),
+    "columns, ring": run(2, 2, 1, 2, remat="block", experts={"columns": True}, shared=24, collective_matmul=True),
     "expert choice": run(2, 2, 1, 2, remat="block", moe={"router": "expert_choice"}),
     "correction": run(2, 2, 1, 2, zero=3, accumulation=2, moe={"router": "sigmoid", "correction": True}),
     "every third": run(2, 2, 1, 2, remat="block", zero=2, accumulation=2, balance="layers", moe={"every": 3}),
@@ -87,10 +87,10 @@ def test_bytes_of_a_forward_and_of_a_backward_by_hand(n):
     tokens, size, layers = TOKENS // n, 2, 3
     each_way = 2 * K * tokens * D * size * (n - 1) / n
     for method, times, kinds in (("ragged", 1, {"ragged_all_to_all"}), ("capacity", 1, {"all_to_all"})):
-        config = run(expert=n, remat="none", expert_dispatch=method, expert_capacity=1.0)
+        config = run(expert=n, remat="none", experts={"dispatch": method, "capacity_factor": 1.0})
         total = sum(t.bytes for key, t in summary(formulas.step_traffic(config)).items() if key[0] in kinds and key[2] == "bfloat16")
         assert total == times * 2 * layers * each_way
-    config = run(expert=n, remat="none", expert_dispatch="gather")
+    config = run(expert=n, remat="none", experts={"dispatch": "gather"})
     totals = summary([one for one in formulas.step_traffic(config) if "experts" in one.source])
     sent = [totals[kind, ("expert",), "bfloat16"].bytes for kind in ("all_gather", "reduce_scatter")]
     assert sent == [layers * each_way * n / K] * 2
@@ -104,7 +104,13 @@ def test_bytes_as_compiled_by_hand(method):
 
     Control: one expert of a token more."""
     n, layers, size, k = 4, 3, 4, {"per_token": 3}
-    settings = {"remat": "none", "zero": 0, "compute_dtype": "float32", "loss_chunk": 24, "expert_dispatch": method, "expert_capacity": 1.0}
+    settings = {
+        "remat": "none",
+        "zero": 0,
+        "compute_dtype": "float32",
+        "loss_chunk": 24,
+        "experts": {"dispatch": method, "capacity_factor": 1.0},
+    }
     found = summary(measured(run(expert=n, **settings)).sent)
     sent = {(kind, dtype): total.bytes for (kind, axes, dtype), total in found.items() if axes == EXPERT and kind != "all_reduce"}
     if method == "capacity":

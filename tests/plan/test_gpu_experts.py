@@ -6,7 +6,7 @@ import math
 import jax
 import pytest
 
-from jaxpar.config import Config, DataConfig, MeshShape, MoeConfig, TrainConfig
+from jaxpar.config import Config, DataConfig, ExpertsConfig, MeshShape, MoeConfig, TrainConfig
 from jaxpar.plan import compile as compiling
 from jaxpar.plan import formulas, hardware, loops, sent, simulate, work
 from jaxpar.plan.hlo import dot_flops, parse
@@ -26,7 +26,7 @@ def small(chunks):
         model=dataclasses.replace(MODEL, moe=moe),
         mesh=MeshShape(data=2, expert=4),
         data=DataConfig(sequence=512, documents="joined"),
-        train=TrainConfig(batch=16, zero=3, loss_chunk=256, remat="block", expert_chunks=chunks),
+        train=TrainConfig(batch=16, zero=3, loss_chunk=256, remat="block", experts=ExpertsConfig(chunks=chunks)),
     )
 
 
@@ -90,7 +90,7 @@ def mixtral():
 def mixtral_chunked():
     """Two more transfers at a time than usual, for a layer's weights are four that are on their way already."""
     return gpu.compiled(
-        "mixtral_8x7b_h100x64", "train.expert_chunks=2", "gpu.flags=[xla_gpu_experimental_parallel_collective_overlap_limit=6]"
+        "mixtral_8x7b_h100x64", "train.experts.chunks=2", "gpu.flags=[xla_gpu_experimental_parallel_collective_overlap_limit=6]"
     )
 
 

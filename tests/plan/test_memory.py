@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxpar.compilation import without_cache
-from jaxpar.config import Config, DataConfig, MeshShape, ModelConfig, MoeConfig, TrainConfig
+from jaxpar.config import Config, DataConfig, ExpertsConfig, MeshShape, ModelConfig, MoeConfig, TrainConfig
 from jaxpar.plan import buffers, formulas, memory, peak
 from jaxpar.plan.hlo import parse
 
@@ -153,7 +153,7 @@ def test_rows_of_experts_are_what_their_layer_works_with(dispatch, numbers):
     """Values of width D for each of a device's 2 × 1024 tokens, by hand: rows of the buffer (1.5 or 1.25 times two choices), choices, and
     what four devices gather."""
     moe = dataclasses.replace(MODEL, moe=MoeConfig(experts=8, per_token=2, width=256))
-    sparse = dataclasses.replace(config(expert_dispatch=dispatch), model=moe, mesh=MeshShape(data=2, expert=4))
+    sparse = dataclasses.replace(config(experts=ExpertsConfig(dispatch=dispatch)), model=moe, mesh=MeshShape(data=2, expert=4))
     dense = dataclasses.replace(sparse, model=dataclasses.replace(MODEL, mlp_width=8))
     assert peak.working_bytes(sparse) - peak.working_bytes(dense) == 2 * 2048 * (numbers * 512 - 4 * 8)
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpar.config import Config, DataConfig, MeshShape, ModelConfig, OptimizerConfig, TrainConfig
+from jaxpar.config import Config, DataConfig, ExpertsConfig, MeshShape, ModelConfig, OptimizerConfig, TrainConfig
 from jaxpar.mesh import make_mesh
 from jaxpar.train.data import lay_out
 from jaxpar.train.step import build_training
@@ -131,6 +131,11 @@ def gap(got, want):
         a, b = padded_alike(np.asarray(a), np.asarray(b))
         worst = max(worst, (float(np.abs(a - b).max() / (np.abs(b).max() + 1e-300)), jax.tree_util.keystr(path)))
     return worst
+
+
+def roomy(**fields):
+    """Experts with room for any load, so that no step is repeated and nothing dropped."""
+    return ExpertsConfig(**{"buffer_factor": 8.0, "capacity_factor": 12.0, **fields})
 
 
 def changed(run, **train):

@@ -87,7 +87,7 @@ def test_the_bias_selects(alone, one_device):
         ({"data": 2, "expert": 2}, {"zero": 1, "accumulation": 2, "remat": "block"}),
         pytest.param(
             {"data": 2, "expert": 2, "tensor": 2},
-            {"zero": 3, "accumulation": 2, "remat": "block", "expert_axes": ("expert", "tensor")},
+            {"zero": 3, "accumulation": 2, "remat": "block", "experts": runs.roomy(axes=("expert", "tensor"))},
             marks=pytest.mark.slow,
         ),
         pytest.param({"data": 2}, {"zero": 1, "accumulation": 4, "remat": "none"}, marks=pytest.mark.slow),
@@ -97,7 +97,7 @@ def test_the_bias_selects(alone, one_device):
     ],
 )
 def test_the_same_on_every_mesh(mesh, train, one_device):
-    run = runs.changed(dataclasses.replace(RUN, mesh=MeshShape(**mesh)), **{"expert_buffer": 8.0, **train})
+    run = runs.changed(dataclasses.replace(RUN, mesh=MeshShape(**mesh)), **{"experts": runs.roomy(), **train})
     seen, metrics, params = trained(runs.training(run))
     for got, want in zip(seen, one_device[0], strict=True):
         np.testing.assert_array_equal(got, want)

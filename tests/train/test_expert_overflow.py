@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxpar.config import MeshShape
+from jaxpar.config import ExpertsConfig, MeshShape
 from tests.train import runs
 from tests.train.test_experts import model
 
@@ -23,17 +23,24 @@ def collapsed(built):
     return built.first_state(params)
 
 
-CUT = {"expert_chunks": 2, "accumulation": 2}  # each chunk of each microbatch has a buffer of its own
-SLOW = [("ragged", 4, {"zero": 1}), ("ragged", 4, {"zero": 1, **CUT})]
+# Each chunk of each microbatch has a buffer of its own.
+SLOW = [("ragged", 1, 4, {"zero": 1}), ("ragged", 2, 4, {"zero": 1, "accumulation": 2})]
 
 
-@pytest.mark.parametrize("dispatch, devices, train", [("gather", 2, {}), *(pytest.param(*row, marks=pytest.mark.slow) for row in SLOW)])
-def test_overflow_repeats_the_step(dispatch, devices, train):
+@pytest.mark.parametrize(
+    "dispatch, chunks, devices, train", [("gather", 1, 2, {}), *(pytest.param(*row, marks=pytest.mark.slow) for row in SLOW)]
+)
+def test_overflow_repeats_the_step(dispatch, chunks, devices, train):
     """What it should have been comes from a run that has the room: in the slow group one device, by default a program like the repeat's,
     compiled once; that such a program equals one device is `test_experts_meshes`'."""
-    run = runs.config(model=model(per_token=2, correction=True), expert_dispatch=dispatch, expert_buffer=1.0, **train)
+    experts = ExpertsConfig(dispatch=dispatch, buffer_factor=1.0, chunks=chunks)
+    run = runs.config(model=model(per_token=2, correction=True), experts=experts, **train)
     run = dataclasses.replace(run, mesh=MeshShape(data=1, expert=devices))
-    roomy = runs.training(runs.config(model=run.model) if devices == 4 else runs.changed(run, expert_buffer=float(devices)))
+    roomy = runs.training(
+        runs.config(model=run.model)
+        if devices == 4
+        else runs.changed(run, experts=dataclasses.replace(experts, buffer_factor=float(devices)))
+    )
     assert roomy.repeat is None, "it has room for everything"
     want, metrics = roomy.advance(collapsed(roomy), runs.place(roomy, runs.batch(roomy.config)))
     assert metrics["expert_overflow"] == 0

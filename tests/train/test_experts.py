@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpar.config import MoeConfig
+from jaxpar.config import ExpertsConfig, MoeConfig
 from tests.models import reference
 from tests.train import runs
 
@@ -91,7 +91,7 @@ def test_remat_accumulation_and_interleaving(train):
 def test_dropped_choices_are_a_share_of_all():
     """With half the balanced capacity: by plain counting of the load that the metrics report; the loss is finite and every gradient too."""
     config = model(per_token=2, correction=True)
-    run = runs.config(model=config, expert_dispatch="capacity", expert_capacity=0.5)
+    run = runs.config(model=config, experts=ExpertsConfig(dispatch="capacity", capacity_factor=0.5))
     metrics, grads = runs.gradients(run)
     room = -(-run.train.batch * runs.SEQUENCE * 2 // 2 // 12)  # rows of an expert, of tokens that are all on one device
     load = metrics["expert_load"]

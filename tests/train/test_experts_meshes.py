@@ -82,9 +82,8 @@ def of(row, **train):
         zero=fields["zero"],
         accumulation=fields["accumulation"],
         interleave=fields["interleave"],
-        expert_axes=axes,
-        expert_dispatch=fields["dispatch"],
-        **{"expert_buffer": 8.0, "expert_capacity": 12.0, **train},
+        experts=runs.roomy(axes=axes, dispatch=fields["dispatch"]),
+        **train,
     )
     return dataclasses.replace(run, mesh=MeshShape(**{name: fields[name] for name in COLUMNS[:4]}))
 
@@ -135,25 +134,25 @@ def test_more_equal_one_device(row):
     compare(of(row))
 
 
-def on(mesh, case=PLAIN, **train):
+def on(mesh, case=PLAIN, experts=(), **train):
     """A run on any mesh."""
-    run = runs.config(model=CASES[case], **{"expert_buffer": 8.0, "expert_capacity": 12.0, **train})
+    run = runs.config(model=CASES[case], experts=runs.roomy(**dict(experts)), **train)
     return dataclasses.replace(run, mesh=MeshShape(**mesh))
 
 
-OTHERS = on({"expert": 2, "seq": 2, "tensor": 2}, SHARED, expert_columns=True, expert_chunks=2, zero=1)
+OTHERS = on({"expert": 2, "seq": 2, "tensor": 2}, SHARED, {"columns": True, "chunks": 2}, zero=1)
 SLOW = {
-    "columns, beside tensor": on({"expert": 2, "tensor": 2}, PLAIN, expert_columns=True, zero=1),
-    "folded over seq": on({"expert": 2, "seq": 2, "tensor": 1}, MICRO, expert_axes=(E, "seq", "tensor"), zero=3),
-    "columns, replicated": on({"data": 2, "tensor": 2}, TOPK, expert_columns=True, sequence_parallel=False, expert_dispatch="gather"),
-    "columns, ring": on({"expert": 2, "tensor": 2}, SHARED, expert_columns=True, collective_matmul=True, zero=2, accumulation=2),
-    "columns, capacity": on({"data": 2, "expert": 2, "tensor": 2}, MICRO, expert_columns=True, expert_dispatch="capacity", zero=3),
-    "chunks, capacity": on({"expert": 2, "tensor": 2}, ONE, expert_axes=(E, "tensor"), expert_chunks=4, expert_dispatch="capacity"),
-    "chunks, gather": on({"data": 2, "expert": 2}, PLAIN, expert_chunks=2, expert_dispatch="gather", remat="block", zero=2),
-    "chunks, fused": on({"expert": 4}, SHARED, expert_chunks=2, remat="block", zero=3, interleave=2),
+    "columns, beside tensor": on({"expert": 2, "tensor": 2}, PLAIN, {"columns": True}, zero=1),
+    "folded over seq": on({"expert": 2, "seq": 2, "tensor": 1}, MICRO, {"axes": (E, "seq", "tensor")}, zero=3),
+    "columns, replicated": on({"data": 2, "tensor": 2}, TOPK, {"columns": True, "dispatch": "gather"}, sequence_parallel=False),
+    "columns, ring": on({"expert": 2, "tensor": 2}, SHARED, {"columns": True}, collective_matmul=True, zero=2, accumulation=2),
+    "columns, capacity": on({"data": 2, "expert": 2, "tensor": 2}, MICRO, {"columns": True, "dispatch": "capacity"}, zero=3),
+    "chunks, capacity": on({"expert": 2, "tensor": 2}, ONE, {"axes": (E, "tensor"), "chunks": 4, "dispatch": "capacity"}),
+    "chunks, gather": on({"data": 2, "expert": 2}, PLAIN, {"chunks": 2, "dispatch": "gather"}, remat="block", zero=2),
+    "chunks, fused": on({"expert": 4}, SHARED, {"chunks": 2}, remat="block", zero=3, interleave=2),
     "seq beside": on({"expert": 2, "seq": 2, "tensor": 2}, SHARED, zero=1, accumulation=2),
-    "folded over seq and tensor": on({"seq": 2, "tensor": 2}, PLAIN, expert_axes=(E, "seq", "tensor"), zero=2, remat="block"),
-    "folded over seq, no expert axis": on({"data": 2, "seq": 2, "tensor": 2}, TOPK, expert_axes=(E, "seq", "tensor"), zero=3),
+    "folded over seq and tensor": on({"seq": 2, "tensor": 2}, PLAIN, {"axes": (E, "seq", "tensor")}, zero=2, remat="block"),
+    "folded over seq, no expert axis": on({"data": 2, "seq": 2, "tensor": 2}, TOPK, {"axes": (E, "seq", "tensor")}, zero=3),
 }
 
 

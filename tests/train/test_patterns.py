@@ -25,7 +25,7 @@ MESH = {"data": 2, "expert": 2, "tensor": 2}
 
 
 def test_first_layers_dense_then_every_other():
-    run = dataclasses.replace(runs.config(model=MIXED, zero=1, expert_buffer=8.0), mesh=MeshShape(data=2, expert=2))
+    run = dataclasses.replace(runs.config(model=MIXED, zero=1, experts=runs.roomy()), mesh=MeshShape(data=2, expert=2))
     metrics, grads = check(run, MIXED)
     assert metrics["expert_load"].shape == (2, MIXED.moe.experts)
     assert grads["layers"]["first"]["mlp"]["gate"].shape[0] == 1 and grads["layers"]["rest"]["sparse"]["mlp"]["gate"].shape[:2] == (2, 12)
@@ -35,7 +35,7 @@ def test_first_layers_dense_then_every_other():
 @pytest.mark.parametrize(
     "model, fields, mesh, train",
     [
-        (MIXED, {}, MESH, {"zero": 3, "accumulation": 2, "remat": "block", "expert_axes": ("expert", "tensor")}),
+        (MIXED, {}, MESH, {"zero": 3, "accumulation": 2, "remat": "block", "experts": runs.roomy(axes=("expert", "tensor"))}),
         (SHORT, {}, MESH, {"zero": 2, "remat": "none", "sequence_parallel": False}),
         (SHORT, {"every": 1}, {"expert": 4}, {"zero": 1, "interleave": 2}),
         (SHORT, {"dense_layers": 0, "every": 3}, {"expert": 2, "tensor": 2}, {"zero": 3}),
@@ -45,7 +45,7 @@ def test_first_layers_dense_then_every_other():
 )
 def test_on_meshes(model, fields, mesh, train):
     config = dataclasses.replace(model, moe=dataclasses.replace(model.moe, **fields))
-    run = dataclasses.replace(runs.config(model=config, expert_buffer=8.0, **train), mesh=MeshShape(**mesh))
+    run = dataclasses.replace(runs.config(model=config, **{"experts": runs.roomy(), **train}), mesh=MeshShape(**mesh))
     check(run, config)
 
 
@@ -54,13 +54,13 @@ def test_on_meshes(model, fields, mesh, train):
     "mesh, train",
     [
         ({}, {"remat": "outputs"}),
-        ({"expert": 2, "tensor": 2}, {"remat": "block", "expert_columns": True}),
-        ({"data": 2, "tensor": 2}, {"zero": 2, "expert_columns": True, "sequence_parallel": False}),
+        ({"expert": 2, "tensor": 2}, {"remat": "block", "experts": runs.roomy(columns=True)}),
+        ({"data": 2, "tensor": 2}, {"zero": 2, "experts": runs.roomy(columns=True), "sequence_parallel": False}),
     ],
 )
 def test_experts_with_biases_in_every_layer(mesh, train):
     config = model(per_token=4, **GPT_OSS)
-    check(dataclasses.replace(runs.config(model=config, expert_buffer=8.0, **train), mesh=MeshShape(**mesh)), config)
+    check(dataclasses.replace(runs.config(model=config, **{"experts": runs.roomy(), **train}), mesh=MeshShape(**mesh)), config)
 
 
 def test_layers_and_their_stacks():
@@ -80,7 +80,7 @@ NOISY = dataclasses.replace(model(jitter=0.3, correction=True, router="sigmoid")
 @pytest.mark.slow
 def test_jitter_is_the_same_on_every_mesh_and_another_in_every_step():
     """Beside dropout on a mesh that splits rows, tokens and features' matrices; alone for the steps, where nothing else draws."""
-    run = runs.config(model=NOISY, expert_buffer=8.0)
+    run = runs.config(model=NOISY, experts=runs.roomy())
     alone, grads = runs.gradients(run)
     cut = runs.changed(run, zero=3, accumulation=2, interleave=2)
     found, others = runs.gradients(dataclasses.replace(cut, mesh=MeshShape(expert=2, seq=2, tensor=2)))
@@ -94,7 +94,7 @@ def test_jitter_is_the_same_on_every_mesh_and_another_in_every_step():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "mesh, train", [({}, {}), (MESH, {"zero": 3, "accumulation": 2}), ({"seq": 2, "expert": 2}, {"expert_dispatch": "ragged"})]
+    "mesh, train", [({}, {}), (MESH, {"zero": 3, "accumulation": 2}), ({"seq": 2, "expert": 2}, {"experts": runs.roomy(dispatch="ragged")})]
 )
 def test_experts_choose(mesh, train):
     """Of whole sequences, wherever these are split, and never more than their share."""
@@ -109,7 +109,7 @@ def test_a_chain_trains():
     config = dataclasses.replace(SHORT, moe=dataclasses.replace(SHORT.moe, router="sigmoid", correction=True, correction_rate=0.02))
     ends = []
     for mesh, zero in ((MESH, 3), ({}, 0)):
-        built = runs.training(dataclasses.replace(runs.config(model=config, zero=zero, expert_buffer=8.0), mesh=MeshShape(**mesh)))
+        built = runs.training(dataclasses.replace(runs.config(model=config, zero=zero, experts=runs.roomy()), mesh=MeshShape(**mesh)))
         state = built.first_state(runs.place_params(built))
         for number in range(3):
             state, metrics = built.advance(state, runs.place(built, runs.batch(built.config, number)))

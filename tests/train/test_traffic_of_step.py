@@ -5,7 +5,7 @@ import dataclasses
 import jax
 import pytest
 
-from jaxpar.config import ModelConfig, MoeConfig
+from jaxpar.config import ExpertsConfig, ModelConfig, MoeConfig
 from jaxpar.parallel import zero
 from jaxpar.parallel.collectives import vary_like
 from jaxpar.plan import formulas
@@ -84,7 +84,7 @@ def test_xla_drops_the_biases_that_no_backward_reads(remat):
 @pytest.mark.parametrize("balance, accumulation", [("sequence", 1), ("microbatch", 2)])
 def test_xla_drops_the_counts_of_experts_that_nobody_reads(balance, accumulation):
     model = dataclasses.replace(PLAIN, layers=4, moe=MoeConfig(experts=8, per_token=2, width=16, balance=balance))
-    train = {"zero": 1, "remat": "matmuls", "expert_dispatch": "gather", "accumulation": accumulation}
+    train = {"zero": 1, "remat": "matmuls", "experts": ExpertsConfig(dispatch="gather"), "accumulation": accumulation}
     run = config(2, 2, model=model, **train)
     run = dataclasses.replace(run, data=dataclasses.replace(run.data, documents="joined"))
     found, key = summary(measured(run).sent), ("all_reduce", ("tensor",), "int32")

@@ -27,6 +27,6 @@ def total(config: Config, metrics: Metrics) -> float:
         return float(metrics["loss"])
     for name in ("expert_overflow", "expert_dropped"):
         if int(metrics[name]):
-            raise ValueError(f"parity: {name} {int(metrics[name])}; give train.expert_buffer room for every token")
+            raise ValueError(f"parity: {name} {int(metrics[name])}; give train.experts.buffer_factor room for every token")
     assert moe.z_weight == 0 and (moe.balance == "layers" or moe.balance_weight == 0), moe
     return float(metrics["loss"]) + moe.balance_weight * moe.per_token * float(metrics["balance_loss"])

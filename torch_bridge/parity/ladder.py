@@ -20,7 +20,8 @@ import jax
 import numpy as np
 
 from jaxpar.compilation import anew
-from jaxpar.config import Config, ContextConfig, MeshShape, OptimizerConfig, one_of, require
+from jaxpar.config import Config, ContextConfig, MeshShape, OptimizerConfig
+from jaxpar.config.checks import one_of, require
 from jaxpar.mesh import make_mesh
 from jaxpar.params import Tree
 from jaxpar.train.step import Training, build_training

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpar import run_checks
-from jaxpar.config import Config, ContextConfig, DataConfig, MeshShape, ModelConfig, OptimizerConfig, TrainConfig
+from jaxpar.config import Config, ContextConfig, DataConfig, ExpertsConfig, MeshShape, ModelConfig, OptimizerConfig, TrainConfig
 from jaxpar.mesh import EXPERT
 from jaxpar.params import Tree
 from jaxpar.train.data import lay_out
@@ -68,8 +68,7 @@ def run_config(
             attention="blockwise",
             attention_block=16,
             loss_chunk=64,
-            expert_axes=experts,
-            expert_buffer=float(math.prod(getattr(mesh, axis) for axis in experts)),
+            experts=ExpertsConfig(axes=experts, buffer_factor=float(math.prod(getattr(mesh, axis) for axis in experts))),
         ),
     )
     run_checks.check_run(config, mesh.devices)

@@ -24,7 +24,8 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from jaxpar.config import ContextConfig, require
+from jaxpar.config import ContextConfig
+from jaxpar.config.checks import require
 from jaxpar.mesh import SEQ
 from jaxpar.ops.attention import attention as local_attention
 from jaxpar.ops.attention import row_masking

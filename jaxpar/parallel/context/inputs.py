@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpar.config import require
+from jaxpar.config.checks import require
 
 IMPLEMENTATIONS = ("auto", "blockwise", "cudnn")
 

@@ -19,7 +19,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpar.config import ContextConfig, require
+from jaxpar.config import ContextConfig
+from jaxpar.config.checks import require
 
 CONTIGUOUS, ZIGZAG, STRIPED = "contiguous", "zigzag", "striped"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from jaxpar.config_checks import one_of, require
+from jaxpar.config.checks import one_of, require
 
 
 @dataclass(frozen=True, kw_only=True)
