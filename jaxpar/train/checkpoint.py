@@ -16,14 +16,9 @@ configuration, and every leaf's shape and dtype.
 from __future__ import annotations
 
 import contextlib
-import logging
 import math
 import os
 import shutil
-import sys
-import threading
-import time
-import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
@@ -34,30 +29,11 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from jaxpar import __version__
+from jaxpar.train.failed_save import FailedSave, one_line
 
 PyTree = Any
 ITEMS = ("params", "training", "record")
 SHOWN = 5
-UNFINISHED = ".orbax-checkpoint-tmp"  # in the name of a folder that Orbax writes in
-WRITERS_SECONDS = 10.0  # that a failed save waits for its other writers
-
-
-def _not_orbax(record: logging.LogRecord) -> bool:
-    return f"{os.sep}orbax{os.sep}" not in record.pathname
-
-
-def _not_from_orbax(record: logging.LogRecord) -> bool:
-    """False for an exception that nobody was left to take: it passed through Orbax's code, or names a file that Orbax was writing (that of
-    a storage future has no frames)."""
-    trace = record.exc_info[2] if record.exc_info else None
-    through = any(f"{os.sep}orbax{os.sep}" in frame.f_code.co_filename for frame, _ in traceback.walk_tb(trace))
-    return not through and UNFINISHED not in record.getMessage()
-
-
-# A failed write is raised to whoever saved; Orbax logs it too, from each of its threads, with as many tracebacks, and so does
-# asyncio for each of the other writes that fail after the first.
-logging.getLogger("absl").addFilter(_not_orbax)
-logging.getLogger("asyncio").addFilter(_not_from_orbax)
 
 
 def check_writable(folder: str | Path, field: str = "checkpoint.folder", needed: int = 0) -> None:
@@ -174,13 +150,14 @@ class SavedCheckpoints:
         except (FileNotFoundError, KeyError) as error:
             there = ", ".join(map(str, self.steps())) or "none"
             raise ValueError(
-                f"checkpoint.folder: {self.folder} has no complete step {step} (steps there: {there}): {_line(error)}"
+                f"checkpoint.folder: {self.folder} has no complete step {step} (steps there: {there}): {one_line(error)}"
             ) from None
         except Exception as error:  # the storage library uses several types, and messages of thousands of characters
             if isinstance(error, (AssertionError, TypeError)):
                 raise
             raise ValueError(
-                f"checkpoint.folder: step {step} of {self.folder} cannot be read, its files are damaged: use another step ({_line(error)})"
+                f"checkpoint.folder: step {step} of {self.folder} cannot be read, its files are damaged: use another step "
+                f"({one_line(error)})"
             ) from error
 
     def _compare(self, step: int, wanted: dict[str, Any], saved: dict[str, list[Any]]) -> None:
@@ -257,52 +234,8 @@ class Checkpoints(SavedCheckpoints):
             with self._failures():
                 self._manager.close()
 
-    def _failures(self) -> _Failures:
-        return _Failures(self.folder)
-
-
-class _Failures:
-    """Turns what a failed write raises (the storage library uses several types) into one OSError naming the folder."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def __enter__(self) -> None:
-        _pass_over_late_writers()
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if isinstance(error, Exception) and not isinstance(error, (AssertionError, TypeError)):
-            _join_writers()
-            raise OSError(
-                f"checkpoint.folder: saving in {self.folder} failed, complete steps are untouched: "
-                f"free space or choose another folder ({_line(error)})"
-            ) from error
-
-
-def _join_writers() -> None:
-    """Let the threads of a failed save end, so that whoever removes its folder does not see it made again."""
-    deadline = time.monotonic() + WRITERS_SECONDS
-    for thread in threading.enumerate():
-        if type(thread).__module__.startswith("orbax.") and thread is not threading.current_thread():
-            threading.Thread.join(thread, max(0.0, deadline - time.monotonic()))
-
-
-def _pass_over_late_writers() -> None:
-    """Keep sys.unraisablehook from printing what threads of a failed save report to its event loop, which is closed by then."""
-    before = sys.unraisablehook
-    if getattr(before, "passes_over_late_writers", False):
-        return
-
-    def hook(failure: sys.UnraisableHookArgs) -> None:
-        if failure.exc_type is not RuntimeError or "Event loop is closed" not in str(failure.exc_value):
-            before(failure)
-
-    hook.passes_over_late_writers = True  # type: ignore[attr-defined]
-    sys.unraisablehook = hook
-
-
-def _line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:300] or type(error).__name__
+    def _failures(self) -> FailedSave:
+        return FailedSave(self.folder)
 
 
 def _halves(state: dict[str, PyTree]) -> tuple[PyTree, dict[str, PyTree]]:
