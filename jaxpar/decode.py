@@ -32,11 +32,11 @@ from jaxpar.models.decoder import DecoderFunctions, cache_shapes, decoder_functi
 from jaxpar.models.options import Options
 from jaxpar.parallel import context as context_parallel
 from jaxpar.parallel import runs, sampling
+from jaxpar.parallel.block_context import Context
 from jaxpar.parallel.collectives import all_reduce, all_reduce_max, vary
 from jaxpar.parallel.context.cache import slot_positions
 from jaxpar.parallel.context.layout import layout
 from jaxpar.parallel.sequence import Replicated
-from jaxpar.parallel.stack import Context
 from jaxpar.parallel.stacked import pick
 from jaxpar.params import Parameter, Tree, map_leaves, shardings
 

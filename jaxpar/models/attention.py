@@ -6,7 +6,7 @@ Order of operations on queries and keys: project, bias, norm per head (`qk_norm`
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,12 +20,10 @@ from jaxpar.ops.attention import attention_with_lse, with_sinks
 from jaxpar.ops.norm import rms_norm
 from jaxpar.ops.rope import frequencies, rotate
 from jaxpar.parallel import context as context_parallel
+from jaxpar.parallel.block_context import Context
 from jaxpar.parallel.context.cache import attend_cached
 from jaxpar.parallel.sequence import Boundary, Replicated
 from jaxpar.parallel.tensor import column_linear, own_kv_heads, row_linear
-
-if TYPE_CHECKING:
-    from jaxpar.parallel.stack import Context
 
 Cache = dict[str, jax.Array]
 

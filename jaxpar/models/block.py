@@ -5,8 +5,6 @@ Dims: B batch, S sequence, D model width.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import jax
 from flax import nnx
 
@@ -18,10 +16,8 @@ from jaxpar.models.options import Options
 from jaxpar.models.parameter import norm, value
 from jaxpar.ops.dropout import dropout
 from jaxpar.ops.norm import rms_norm
+from jaxpar.parallel.block_context import Context
 from jaxpar.parallel.sequence import Boundary
-
-if TYPE_CHECKING:
-    from jaxpar.parallel.stack import Context
 
 ATTENTION, FEED_FORWARD = 0, 1  # the two places of a layer where dropout draws; a router's is 2
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 from flax import nnx
@@ -24,11 +24,9 @@ from jaxpar.models.options import Options
 from jaxpar.models.parameter import table
 from jaxpar.models.pattern import FIRST, REST, Group, Segment, declared_layers, segments, unit
 from jaxpar.parallel import vocabulary
+from jaxpar.parallel.block_context import Context
 from jaxpar.parallel.sequence import Boundary
 from jaxpar.params import Tree, bind, collect, merge, padded_vocabulary
-
-if TYPE_CHECKING:
-    from jaxpar.parallel.stack import Context
 
 LayerFunction = Callable[[Tree, Any, Any], tuple[Any, Tree]]  # (layer's parameters, x, context) -> (y, aux)
 

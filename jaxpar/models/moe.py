@@ -6,7 +6,6 @@ Dims: B batch, S sequence, D model width, F width of an expert, E experts, T tok
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -24,11 +23,9 @@ from jaxpar.ops.grouped_mlp import Three, in_sequence
 from jaxpar.ops.mlp import gated, weighted
 from jaxpar.ops.router import Router
 from jaxpar.parallel import collectives, expert
+from jaxpar.parallel.block_context import Context
 from jaxpar.parallel.expert import Dispatch
 from jaxpar.parallel.sequence import Boundary
-
-if TYPE_CHECKING:
-    from jaxpar.parallel.stack import Context
 
 ROUTER = 2  # where a layer draws noise, after dropout's two places
 Aux = dict[str, jax.Array]

@@ -14,7 +14,7 @@ Dims: B batch, S sequence, D model width, L layers.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,10 +24,8 @@ from jaxpar.config import ModelConfig
 from jaxpar.models.block import Block
 from jaxpar.models.options import Options
 from jaxpar.models.parameter import stacked
+from jaxpar.parallel.block_context import Context
 from jaxpar.parallel.sequence import Boundary, Replicated
-
-if TYPE_CHECKING:
-    from jaxpar.parallel.stack import Context
 
 FIRST, REST = "first", "rest"
 

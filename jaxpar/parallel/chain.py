@@ -13,7 +13,8 @@ from typing import Any
 import jax
 
 from jaxpar.parallel import joint
-from jaxpar.parallel.stack import Context, LayerStack, Saved
+from jaxpar.parallel.block_context import Context
+from jaxpar.parallel.stack import LayerStack, Saved
 
 Tree = Any
 

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 
 from jaxpar.parallel import collectives, runs, split, stacked
+from jaxpar.parallel.block_context import Context
 from jaxpar.parallel.runs import Place, Run
 from jaxpar.parallel.stacked import pick
-
-if TYPE_CHECKING:
-    from jaxpar.parallel.stack import Context
 
 Tree = Any
 
@@ -37,7 +35,7 @@ class Saved:
 
     def here(self, at: Place) -> list[Context]:
         """What a layer reads, for each part of the batch."""
-        return [c._replace(layer=pick(c.layer, at.layer)) for c in self.context]
+        return [c.of_layer(at.layer) for c in self.context]
 
     def of(self, at: Place, dys: Any) -> tuple[Any, Any]:
         """dys, and the layer's kept values; where no loop ran the layer forward, or one that XLA unrolls, behind a barrier: it would keep

@@ -20,30 +20,19 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jaxpar.parallel import collectives, remat, runs, split, stacked
+from jaxpar.parallel.block_context import Context
 from jaxpar.parallel.joint import Block
 from jaxpar.parallel.runs import Place, Run
 from jaxpar.parallel.saved import Saved
 from jaxpar.parallel.stacked import add_at, length, pick, pick_after
 
 Tree = Any
-
-
-class Context(NamedTuple):
-    """What a block reads beside its parameters and its input; never differentiated.
-
-    batch: leaves [B, ...], such as positions and segments [B, S]; shared: leaves of any shape, such as a dropout key;
-    layer: leaves [L, ...], of which a block sees its own layer's, such as the attention window.
-    """
-
-    batch: dict[str, Any]
-    shared: dict[str, Any]
-    layer: dict[str, Any]
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,23 +63,23 @@ class LayerStack:
 
         Sharding of x and y is the block's. Bytes moved: the block's collectives, and with `gather` each layer's weights once.
         """
-        xs, contexts = stacked.cut(x, self.parts), _cut_context(context, self.parts)
+        xs, contexts = stacked.cut(x, self.parts), context.cut(self.parts)
         layer_types = jax.eval_shape(lambda: self._whole(pick(layers, 0)))
         blocks = self.block if isinstance(self.block, tuple) else (self.block,) * length(layers)
         assert len(blocks) == length(layers), f"{len(blocks)} blocks for {length(layers)} layers"
-        kinds, first = runs.number(blocks), contexts[0]._replace(layer=pick(context.layer, 0))
+        kinds, first = runs.number(blocks), contexts[0].of_layer(0)
         cut = partial(split.cut, params=layer_types, x=xs[0], context=first, keep=self.keep, fused_loops=self.fused_loops)
         cuts = tuple(map(cut, dict.fromkeys(blocks)))
 
         def layer(kind: int, weights: Tree, xs: tuple[Any, ...], i: Any, due: Tree = None) -> tuple[tuple[Any, ...], tuple[Any, Any], Tree]:
-            here = [c._replace(layer=pick(context.layer, i)) for c in contexts]
+            here = [c.of_layer(i) for c in contexts]
             results, due = cuts[kind].forward_parts(weights, xs, here, due)
             return tuple(r[0] for r in results), (stacked.add([r[1] for r in results]), tuple(r[2] for r in results)), due
 
         if self.gather is None:
             order = self._order(kinds)
             ys, outs = runs.walk(order, lambda xs, at: layer(at.kind, pick(layers, at.layer), xs, at.layer)[:2], xs)
-            return stacked.join(ys), Saved(runs.each(outs, 1), tuple(contexts), cuts, order), runs.joined(runs.each(outs, 0))
+            return stacked.join(ys), Saved(runs.each(outs, 1), contexts, cuts, order), runs.joined(runs.each(outs, 0))
 
         def body(carry: Any, at: Place) -> tuple[Any, Any]:
             xs, weights = carry
@@ -103,7 +92,7 @@ class LayerStack:
         ys, (last_aux, last), _ = layer(kinds[end], weights, xs, end)
         aux = runs.joined([*runs.each(outs, 0), [jax.tree.map(lambda a: a[None], last_aux)]])
         held = {name: weight for name, weight in weights.items() if name not in self.again}
-        return stacked.join(ys), Saved(runs.each(outs, 1), tuple(contexts), cuts, runs.followed(order, kinds[end]), last, held), aux
+        return stacked.join(ys), Saved(runs.each(outs, 1), contexts, cuts, runs.followed(order, kinds[end]), last, held), aux
 
     def _order(self, kinds: tuple[int, ...]) -> tuple[Run, ...]:
         one_by_one = self.gather is not None or self.reduce is not None
@@ -260,11 +249,6 @@ class LayerStack:
 
         apply.defvjp(forward, backward)
         return apply(layers, x, context)
-
-
-def _cut_context(context: Context, parts: int) -> list[Context]:
-    pieces = {name: stacked.cut(leaf, parts) for name, leaf in context.batch.items()}
-    return [context._replace(batch={name: piece[n] for name, piece in pieces.items()}) for n in range(parts)]
 
 
 def _ahead(order: Sequence[Run], at: Place, values: Any, layers: Tree, i: Any) -> tuple[Any, Tree]:

@@ -24,10 +24,11 @@ from jaxpar.models.decoder import DecoderFunctions, declared, decoder_functions
 from jaxpar.models.options import train_options
 from jaxpar.parallel import collectives, joint, remat, zero
 from jaxpar.parallel import context as context_parallel
+from jaxpar.parallel.block_context import Context
 from jaxpar.parallel.chain import Chain, linked
 from jaxpar.parallel.ring import Ring
 from jaxpar.parallel.sequence import boundary
-from jaxpar.parallel.stack import Context, LayerStack
+from jaxpar.parallel.stack import LayerStack
 from jaxpar.params import Tree, separate
 from jaxpar.rules import Rules, table
 

@@ -9,8 +9,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from jaxpar.mesh import BATCH, TENSOR
+from jaxpar.parallel.block_context import Context
 from jaxpar.parallel.sequence import SequenceParallel
-from jaxpar.parallel.stack import Context
 from tests.models.whole import Whole, assert_close, hostile, packed, plain
 
 DROPOUT = 0.4

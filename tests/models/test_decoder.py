@@ -13,7 +13,7 @@ from jaxpar.mesh import BATCH, TENSOR
 from jaxpar.models import attention
 from jaxpar.models.decoder import Decoder, cache_shapes
 from jaxpar.models.pattern import REST
-from jaxpar.parallel.stack import Context
+from jaxpar.parallel.block_context import Context
 from jaxpar.params import count, flatten, map_leaves
 from tests.models import reference
 from tests.models.whole import OPTIONS, Whole, assert_close, compiled, gemma, hostile, layer_flags, packed, plain, sinks, specs_of, values

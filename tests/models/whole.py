@@ -16,9 +16,9 @@ from jaxpar.config import MeshShape, ModelConfig, RopeConfig
 from jaxpar.mesh import BATCH, REPLICA, SEQ, TENSOR, make_mesh
 from jaxpar.models.decoder import Decoder, decoder_functions
 from jaxpar.models.options import Options
+from jaxpar.parallel.block_context import Context
 from jaxpar.parallel.collectives import all_reduce, vary
 from jaxpar.parallel.sequence import boundary
-from jaxpar.parallel.stack import Context
 from jaxpar.params import map_leaves, padded_vocabulary, partition_specs
 from jaxpar.rules import DENSE, Rules, varying_axes
 

@@ -12,7 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 from jaxpar.parallel import collectives
-from jaxpar.parallel.stack import Context
+from jaxpar.parallel.block_context import Context
 
 D, F, B, S, N, L, E = 16, 32, 8, 8, 4, 3, 3
 SHAPES = {

@@ -14,7 +14,8 @@ from jax.sharding import PartitionSpec as P
 from jaxpar.config import MeshShape
 from jaxpar.mesh import make_mesh
 from jaxpar.parallel import collectives, remat, runs
-from jaxpar.parallel.stack import Context, LayerStack
+from jaxpar.parallel.block_context import Context
+from jaxpar.parallel.stack import LayerStack
 from tests.parallel.blocks import gap
 
 B, D = 4, 6  # batch, width

@@ -20,8 +20,9 @@ from jax.sharding import PartitionSpec
 from jaxpar.mesh import BATCH, SEQ, TENSOR
 from jaxpar.models import pattern
 from jaxpar.parallel import remat, zero
+from jaxpar.parallel.block_context import Context
 from jaxpar.parallel.chain import linked
-from jaxpar.parallel.stack import Context, LayerStack
+from jaxpar.parallel.stack import LayerStack
 from jaxpar.params import Tree
 from jaxpar.train.gradients import BATCH_SPECS
 from jaxpar.train.step import Training
