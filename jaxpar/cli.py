@@ -122,9 +122,9 @@ def _generate(args: argparse.Namespace) -> int:
     if args.top_p is not None and not 0 < args.top_p <= 1:
         raise ValueError(f"--top-p: {args.top_p} must be in (0, 1]")
     distributed.start(mesh.devices)
-    from jaxpar import generate
+    from jaxpar.generation import command
 
-    return generate.run(
+    return command.run(
         args.checkpoint,
         prompts=args.prompts,
         tokens=args.tokens,

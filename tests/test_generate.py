@@ -11,8 +11,8 @@ import pytest
 
 from jaxpar import cli, configfile, generate
 from jaxpar.config import Config, ContextConfig, MeshShape, MoeConfig, RopeConfig, TrainConfig
-from jaxpar.decode import Choice, Generator, build_generator
-from jaxpar.decode_places import parameter_places
+from jaxpar.generation import Choice, Generator, build_generator
+from jaxpar.generation.places import parameter_places
 from jaxpar.mesh import make_mesh
 from jaxpar.models import attention
 from jaxpar.train.checkpoint import Checkpoints

@@ -12,7 +12,7 @@ import yaml
 
 from jaxpar import configfile
 from jaxpar.config import MeshShape
-from jaxpar.generate import load, text
+from jaxpar.generation import load, text
 from jaxpar.train import loop
 from jaxpar.train.checkpoint import SavedCheckpoints
 from jaxpar.train.tokenizer import save_tokenizer, train_tokenizer

@@ -9,7 +9,7 @@ import pytest
 from jax import lax
 
 from jaxpar.config import Config, ExpertsConfig, MeshShape, TrainConfig
-from jaxpar.decode import build_generator
+from jaxpar.generation import build_generator
 from jaxpar.mesh import make_mesh
 from jaxpar.models.decoder import DecoderFunctions
 from jaxpar.train.step import build_training

@@ -17,7 +17,7 @@ import torch
 import transformers
 
 from jaxpar.config import Config, DataConfig, MeshShape, OptimizerConfig, TrainConfig
-from jaxpar.decode import build_generator
+from jaxpar.generation import build_generator
 from jaxpar.mesh import make_mesh
 from jaxpar.train.data import Loader, Rows, local_sequences, open_data, place
 from jaxpar.train.step import build_training

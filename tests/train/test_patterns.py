@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxpar.config import MeshShape
-from jaxpar.decode import build_generator
+from jaxpar.generation import build_generator
 from jaxpar.mesh import make_mesh
 from jaxpar.models import pattern
 from tests.models import reference

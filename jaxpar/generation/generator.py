@@ -1,8 +1,6 @@
-"""Text generation on a mesh of data × expert × seq × tensor: prompts of any lengths in a batch, a key/value cache,
-one program from them to tokens.
+"""Prompts of any lengths in a batch, a key/value cache, one program from them to tokens.
 
     Generator         a model on a mesh; `generate(prompts, tokens, ...)`
-    build_generator   from a run's configuration and parameters, wherever these live
 
 Dims: B rows, P tokens of the longest prompt, M tokens that the cache holds, D model width, V vocabulary, L layers, K key/value heads, H
 head width, W value width. P and M are powers of two and so are the rows of a device, so that few programs serve all calls.
@@ -13,7 +11,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -25,20 +23,17 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxpar.compilation import anew
 from jaxpar.config import Config
 from jaxpar.config.checks import require
-from jaxpar.decode_places import dropless, parameter_places
 from jaxpar.mesh import BATCH, SEQ, TENSOR
 from jaxpar.models import pattern
-from jaxpar.models.decoder import DecoderFunctions, cache_shapes, decoder_functions
-from jaxpar.models.options import Options
+from jaxpar.models.decoder import DecoderFunctions, cache_shapes
 from jaxpar.parallel import context as context_parallel
 from jaxpar.parallel import runs, sampling
 from jaxpar.parallel.block_context import Context
 from jaxpar.parallel.collectives import all_reduce, all_reduce_max, vary
 from jaxpar.parallel.context.cache import slot_positions
 from jaxpar.parallel.context.layout import layout
-from jaxpar.parallel.sequence import Replicated
 from jaxpar.parallel.stacked import pick
-from jaxpar.params import Parameter, Tree, map_leaves, shardings
+from jaxpar.params import Tree
 
 SHORTEST = 16  # of prompt and cache; below that programs are cheap and need not be many
 EMPTY = -1  # where no token was written
@@ -270,34 +265,3 @@ class Generator:
 def _bucket(size: int, least: int) -> int:
     """The smallest power of two that holds `size`, at least `least`."""
     return max(least, 1 << (size - 1).bit_length())
-
-
-def build_generator(config: Config, mesh: Mesh, params: Tree) -> Generator:
-    """A generator of `config` on `mesh` from masters or other weights: global arrays on the devices of `mesh`, placed in any way, their
-    vocabulary padded in any way. They are cast to `train.compute_dtype` and moved by one program; `params` themselves are left alone.
-
-    Where `mesh.seq` cannot be shared as `train.context` says, `ContextConfig.fitted` is. Raises ValueError as `parameter_places`.
-    """
-    specs, partitions = parameter_places(config, mesh)
-    model, tensor = config.model, mesh.shape[TENSOR]
-    context = config.train.context.fitted(model.heads // tensor, max(model.kv_heads // tensor, 1), mesh.shape[SEQ])
-    config = dropless(replace(config, train=replace(config.train, context=context)), mesh)
-    dtype = jnp.dtype(config.train.compute_dtype)
-    if dtype == jnp.float64 and not jax.config.jax_enable_x64:
-        raise ValueError("train.compute_dtype: float64 needs 64-bit types; set the environment variable JAX_ENABLE_X64=1")
-
-    def fit(path: str, array: jax.Array, parameter: Parameter) -> jax.Array:
-        if parameter.rows:
-            missing = parameter.shape[0] - parameter.rows
-            array = jnp.pad(array[: parameter.rows], ((0, missing), *((0, 0),) * (array.ndim - 1)))
-        assert array.shape == parameter.shape, f"{path}: {array.shape} is not {parameter.shape}"
-        return array if parameter.role == "state" else array.astype(dtype)
-
-    fitted = jax.jit(lambda params: map_leaves(fit, params, specs), out_shardings=shardings(partitions, mesh))(params)
-    options = Options(
-        attention_block=config.train.attention_block,
-        context=context,
-        platform=mesh.devices.flat[0].platform,
-        experts=config.train.experts,
-    )
-    return Generator(config, mesh, fitted, partitions, decoder_functions(model, Replicated(), options))

@@ -1,4 +1,4 @@
-"""Text from a checkpoint: `jaxpar generate`. The model on its mesh is in `decode.py`.
+"""Text from a checkpoint: `jaxpar generate`. The model on its mesh is in `generator.py`.
 
     run    the command: prompts in, text on stdout
     load   checkpoint folder -> generator and tokenizer
@@ -24,8 +24,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxpar import configfile
 from jaxpar.config import Config, MeshShape
 from jaxpar.config.checks import require
-from jaxpar.decode import Generator, build_generator
-from jaxpar.decode_places import parameter_places
+from jaxpar.generation.build import build_generator
+from jaxpar.generation.generator import Generator
+from jaxpar.generation.places import parameter_places
 from jaxpar.mesh import TENSOR, make_mesh
 from jaxpar.parallel.sampling import check_choice
 from jaxpar.params import Parameter, Tree, map_leaves
