@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpar import cli, configfile, generate
+from jaxpar import cli, configfile, generation
 from jaxpar.config import Config, ContextConfig, MeshShape, MoeConfig, RopeConfig, TrainConfig
 from jaxpar.generation import Choice, Generator, build_generator
 from jaxpar.generation.places import parameter_places
@@ -249,9 +249,9 @@ def test_checkpoints_of_any_padding_on_any_mesh(saved):
     """Padded for tensor 2 and read on 4; without padding, read on one."""
     found = []
     for step, mesh in ((1, MeshShape(tensor=4)), (None, MeshShape(data=2))):
-        generator, tokenizer = generate.load(saved, mesh, step)
+        generator, tokenizer = generation.load(saved, mesh, step)
         with pytest.warns(UserWarning, match="past the 16 that model.rope"):
-            found.append(generate.text(generator, tokenizer, TEXT, tokens=6))
+            found.append(generation.text(generator, tokenizer, TEXT, tokens=6))
     assert found[0] == found[1] and all(found[0])
 
 

@@ -1,6 +1,6 @@
 """Text generation on a mesh of data × expert × seq × tensor.
 
-text.py        `jaxpar generate`; `load` a checkpoint, `text` from prompts
+command.py     `jaxpar generate`; `load` a checkpoint, `text` from prompts
 build.py       `build_generator` from parameters, wherever these live
 generator.py   `Generator`: prompts to tokens
 places.py      how a model lies on a mesh that generates
