@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
-from jaxpar import params, rules
+from jaxpar import initial, params, rules
 from jaxpar.config import MeshShape
 from jaxpar.mesh import make_mesh
 from jaxpar.params import Parameter
@@ -144,7 +144,7 @@ def values_on(shape, zero, dtype, seed=7):
     if zero:
         places = params.zero_specs(places, params.zero_placements(specs, places, dict(mesh.shape)))
     shardings = params.shardings(places, mesh)
-    values = params.init_params(specs, seed, mesh, shardings, dtype)
+    values = initial.init_params(specs, seed, mesh, shardings, dtype)
     assert all(leaf.sharding == sharding for (_, leaf), (_, sharding) in zip(params.flatten(values), params.flatten(shardings)))
     return values
 
@@ -199,14 +199,14 @@ def test_initial_values_are_made_where_they_live():
     mesh = make_mesh(MeshShape(data=4, tensor=2))
     specs = {"table": Parameter((4096, 64), ("vocabulary", "embed"), std=1.0, rows=4001)}
     shardings = params.shardings({"table": P("tensor", rules.REPLICA)}, mesh)
-    text = params.init_program(specs, shardings, jnp.float32).lower(jnp.uint32(0)).compile().as_text()
+    text = initial.init_program(specs, shardings, jnp.float32).lower(jnp.uint32(0)).compile().as_text()
     assert "[2048,16]" in text
     for forbidden in ("all-gather", "all-reduce", "all-to-all", "collective-permute", "[4096,64]", "[2048,64]", "[4096,16]"):
         assert forbidden not in text, forbidden
 
 
 def test_standard_normal_is_normal():
-    draws = np.sort(np.asarray(params.standard_normal(jax.random.key(3), (200_000,)))) / 2**24
+    draws = np.sort(np.asarray(initial.standard_normal(jax.random.key(3), (200_000,)))) / 2**24
     assert abs(draws.mean()) < 0.01 and abs(draws.var() - 1) < 0.015
     expected = np.array([NormalDist().inv_cdf((i + 0.5) / 200) for i in range(200)])
     np.testing.assert_allclose(draws[500::1000], expected, atol=0.04)
@@ -217,9 +217,9 @@ def test_standard_normal_between_table_cells():
     words = np.unique(np.concatenate([2 ** np.arange(31) + offset for offset in (-1, 0, 1)] + [np.arange(1, 2**31 - 1, 2**31 // 500)]))
     words = words[(words > 0) & (words < 2**31)].astype(np.uint32) | np.uint32(1)
     exact = np.array([-NormalDist().inv_cdf(float(word) / 2**32) for word in words])
-    found = np.asarray(params.quantiles(jnp.asarray(words))) / 2**24
+    found = np.asarray(initial.quantiles(jnp.asarray(words))) / 2**24
     np.testing.assert_allclose(found, exact, atol=2e-5)
-    negative = np.asarray(params.quantiles(jnp.asarray(words | np.uint32(1 << 31)))) / 2**24
+    negative = np.asarray(initial.quantiles(jnp.asarray(words | np.uint32(1 << 31)))) / 2**24
     np.testing.assert_array_equal(negative, -found)
 
 

@@ -20,8 +20,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxpar import gpu
 from jaxpar.config import Config
+from jaxpar.initial import init_params
 from jaxpar.parallel.context.layout import layout
-from jaxpar.params import Tree, init_params, merge, separate
+from jaxpar.params import Tree, merge, separate
 from jaxpar.rules import experts_ways
 from jaxpar.train import optimizer as rule
 from jaxpar.train.gradients import BATCH_SPECS, Gradients, Metrics, build_gradients
