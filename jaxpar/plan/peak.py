@@ -9,7 +9,6 @@ the scores that fused attention does not keep.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 
 import jax.numpy as jnp
@@ -17,6 +16,7 @@ import jax.numpy as jnp
 from jaxpar.config import Config
 from jaxpar.plan import formulas
 from jaxpar.plan.experts import choices
+from jaxpar.plan.saved import expert_rows, expert_tokens, saved_bytes
 
 
 def formula_bytes(config: Config) -> dict[str, int]:
@@ -29,14 +29,7 @@ def formula_bytes(config: Config) -> dict[str, int]:
     tokens = t if config.train.sequence_parallel else 1
     full = one * (10 / tokens + 24 / t)
     each = {"block": 2 * one / tokens, "attention": 2 * one / tokens + 2 * one / t}.get(config.train.remat, full)
-    return {"state": round(state), "activations": round(config.model.layers * each), "kept": kept_bytes(config)}
-
-
-def kept_bytes(config: Config) -> int:
-    """What the forward of a microbatch keeps for the backward. "none" keeps a layer's every value: what "matmuls" does and at least as much
-    again of element-wise results (some are float32, some whole over `tensor`: 2.6 times as much was compiled of 8B on 64)."""
-    kept = formulas.saved_bytes(config)
-    return 2 * kept_bytes(_with_remat(config, "matmuls")) if kept is None else kept
+    return {"state": round(state), "activations": round(config.model.layers * each), "kept": saved_bytes(config)}
 
 
 def working_bytes(config: Config) -> int:
@@ -51,28 +44,69 @@ def working_bytes(config: Config) -> int:
     parts, moe = config.train.interleave, model.moe
     wide = moe.shared_width if moe.experts and not moe.dense_layers and moe.every == 1 else model.mlp_width
     mlp = 4 * _chunk(config) * wide // t
-    inside = b * s * 5 * model.width + mlp if parts == 1 else (b * s * 7 * model.width + mlp) // 2
+    inside = b * s * (4 if config.train.collective_matmul else 5) * model.width + mlp if parts == 1 else (b * s * 7 * model.width + mlp) // 2
     size = jnp.dtype(config.train.compute_dtype).itemsize
     return size * (b * s * (2 * model.width // formulas.token_shards(config) + heads) + inside + _expert_rows(config))
 
 
 def predicted_peak(config: Config) -> int:
-    """The larger of two moments: the loss (whole table of the head, its float32 gradient, one chunk of logits and their gradient) and
-    the backward of the last layer (gathered weights, gradients on their way, the head's whole one among them, the layer's working set).
-    Both hold state, batch, gradient buffers and what the forward saved; the backward holds some of that twice (`_transposed`)."""
+    """The largest of three moments. All hold state, batch and the gradients' buffers.
+
+    loss    what the forward kept; the head's whole table, its float32 gradient, one chunk of logits and their gradient
+    last    of the last layer's backward, where layers are gathered or reduced one by one: it stands before the loop over the others, which
+            finds its kept values in arrays of their own
+    loop    the backward inside that loop: of every layer but the last what was kept, some of it twice (`_transposed`)
+    """
+    return round(max(moments(config).values()))
+
+
+def moments(config: Config) -> dict[str, float]:
+    """Bytes at the moments of `predicted_peak`."""
     model, train = config.model, config.train
-    held = formulas.state_bytes(config) + formulas.batch_bytes(config) + kept_bytes(config)
+    held = formulas.state_bytes(config) + formulas.batch_bytes(config) + _buffers(config)
     size = jnp.dtype(train.compute_dtype).itemsize
     b, s = formulas.microbatch(config)
-    head = next(
-        weight.elements
-        for weight in formulas.weights(config)
-        if weight.name.endswith("head/table" if not model.tied else "embedding/table")
-    )
-    chunk = min(train.loss_chunk, b * s) * head // model.width
+    table = next(weight for weight in formulas.weights(config) if weight.name.endswith("embedding/table" if model.tied else "head/table"))
+    head, chunk = table.elements, min(train.loss_chunk, b * s) * table.elements // model.width
     loss = head * (size + 4) + chunk * (4 + 2 * size) + 3 * size * b * s * model.width
-    layer = working_bytes(config) + head * _sent_itemsize(config) + _transposed(config)
-    return round(held + _buffers(config) + max(loss + _kept_weights(config), layer + _moving(config)))
+    kept, waiting, alone = saved_bytes(config), head * _sent_itemsize(config, table), train.zero == 3
+    looped = kept * (model.layers - alone) / model.layers
+    found = {"loss": held + kept + loss + _kept_weights(config), "loop": held + looped + waiting + working_bytes(config) + _moving(config)}
+    found["loop"] += _transposed(config)
+    if alone and train.remat in ("none", "matmuls", "outputs"):
+        found["last"] = held + kept + waiting + _moving(config, sent=False) + size * _last(config)
+        found["last"] += _transposed(config) if train.remat == "none" else 0
+    if train.remat == "none" and config.mesh.tensor > 1 and not train.collective_matmul:
+        found["turned"] = held + kept + waiting + _kept_weights(config) + _largest(config)
+    return found
+
+
+def _last(config: Config) -> int:
+    """Numbers that the last layer's backward works with beside what it kept: gradients of the MLP's product, of gate and of up, and the
+    product where it is computed again; three of width D, the norm's output and its gradient among them. Around a ring, a chunk of each.
+    Of experts' rows gradients begin as zeros, which are held beside them."""
+    model, train, (b, s), t = config.model, config.train, formulas.microbatch(config), config.mesh.tensor
+    again = train.remat == "outputs"
+    if model.moe.experts:
+        width = (model.moe.width or model.mlp_width) // (t if train.experts.columns else 1)
+        return (4 + again) * expert_rows(config) * width + _expert_rows(config)
+    dense = ((3 + again) * _chunk(config) * model.mlp_width // t + 3 * b * s * model.width) // train.interleave
+    return dense // t if train.collective_matmul else dense
+
+
+def _largest(config: Config) -> int:
+    """One of the float32 arrays of the MLP's width in which "none" keeps the values of all layers of a loop: XLA turns them, one after the
+    other, from the order in which the forward wrote them to that in which the backward's matmuls lay theirs."""
+    model, train, t, (b, s) = config.model, config.train, config.mesh.tensor, formulas.microbatch(config)
+    layers = model.layers - (train.zero == 3)
+    layers = layers // 2 if _in_pairs(config) else layers
+    return 4 * layers * b * s * model.mlp_width // t // train.interleave
+
+
+def _in_pairs(config: Config) -> bool:
+    """Whether the loop over layers takes two a turn; what each of the two keeps is an array of its own."""
+    train, layers = config.train, config.model.layers - (config.train.zero == 3)
+    return train.zero >= 2 and train.remat != "block" and train.interleave == 1 and config.mesh.seq == 1 and layers >= 6
 
 
 def _chunk(config: Config) -> int:
@@ -87,13 +121,11 @@ def _expert_rows(config: Config) -> int:
 
     Where other devices have experts, beside them: `ragged`, rows and gradients as they came, into zeros each, and of a token's choices
     what goes back, into zeros; `capacity`, as they came; `gather`, all tokens and all gradients of results."""
-    moe, experts, (b, s), width = config.model.moe, config.train.experts, formulas.microbatch(config), config.model.width
-    if not moe.experts:
+    experts, width = config.train.experts, config.model.width
+    if not config.model.moe.experts:
         return 0
     ways = math.prod(getattr(config.mesh, axis) for axis in experts.axes)
-    tokens, k = b * s // (1 if experts.columns else formulas.token_shards(config)), choices(config)
-    capacity = experts.dispatch == "capacity"
-    rows = math.ceil((experts.capacity_factor if capacity else experts.buffer_factor if ways > 1 else 1) * tokens * k)
+    tokens, k, rows = expert_tokens(config), choices(config), expert_rows(config)
     if ways == 1:
         return 4 * rows * width
     beside = {"ragged": 4 * rows + 2 * tokens * k, "capacity": 2 * rows, "gather": 2 * ways * tokens}
@@ -101,26 +133,37 @@ def _expert_rows(config: Config) -> int:
 
 
 def _transposed(config: Config) -> int:
-    """Queries, keys and values that policies keep, transposed once for all layers before the backward: gathering tokens over `tensor` puts
-    them before sequences, cuDNN's backward wants sequences first. With one sequence a part both are the same order."""
+    """Kept values that XLA puts in another order once for all layers before the backward and, as the first layer's backward stands behind
+    the loop (ZeRO-3) and reads them as they were, holds in both. With two layers a turn that is so where their number is even: the first
+    is alone otherwise. A ring's chunks lie as its products read them.
+
+    outputs, matmuls   queries, keys and values: gathering tokens over `tensor` puts them before sequences, cuDNN's backward wants sequences
+                       first. With one sequence a part both are the same order
+    none               both norms' outputs, two of three of the MLP's arrays in the compute dtype, and of one of two interleaved parts those in float32
+    """
     model, train, t, (b, s) = config.model, config.train, config.mesh.tensor, formulas.microbatch(config)
-    if train.remat not in ("outputs", "matmuls") or formulas.token_shards(config) == 1 or b // train.interleave < 2:
+    size, layers = jnp.dtype(train.compute_dtype).itemsize, model.layers - 1
+    alone = _in_pairs(config) and layers % 2
+    if train.remat not in ("none", "outputs", "matmuls") or t == 1 or train.collective_matmul or train.zero < 3 or alone:
+        return 0
+    if train.remat == "none":
+        wide = model.mlp_width // t
+        return layers * b * s * (size * (2 * model.width + 2 * wide) + (train.interleave > 1) * 4 * 3 * wide // 2)
+    if formulas.token_shards(config) == 1 or b // train.interleave < 2:
         return 0
     keys = max(model.kv_heads // t, 1)
     widths = (model.heads // t + keys) * model.head_width + keys * model.value_head_width
-    return jnp.dtype(train.compute_dtype).itemsize * b * s * widths * (model.layers - 1)
-
-
-def _with_remat(config: Config, remat: str) -> Config:
-    return dataclasses.replace(config, train=dataclasses.replace(config.train, remat=remat))
+    return size * b * s * widths * layers
 
 
 def _buffers(config: Config) -> int:
     """Gradients of all layers: a buffer in the masters' dtype where microbatches add to it, else as they came or were reduced."""
-    late = config.train.zero >= 2
-    elements = sum(weight.total // (weight.ways if weight.split and late else 1) for weight in formulas.weights(config))
-    added = config.train.accumulation > 1
-    return (jnp.dtype(config.train.master_dtype).itemsize if added else _sent_itemsize(config)) * elements
+    late, added = config.train.zero >= 2, config.train.accumulation > 1
+    master = jnp.dtype(config.train.master_dtype).itemsize
+    return sum(
+        (master if added else _sent_itemsize(config, weight)) * weight.total // (weight.ways if weight.split and late else 1)
+        for weight in formulas.weights(config)
+    )
 
 
 def _kept_weights(config: Config) -> int:
@@ -129,19 +172,21 @@ def _kept_weights(config: Config) -> int:
     return size * sum(weight.total for weight in formulas.weights(config) if weight.layers) if config.train.zero < 3 else 0
 
 
-def _sent_itemsize(config: Config) -> int:
+def _sent_itemsize(config: Config, weight: formulas.Weight) -> int:
     """Of a gradient that waits to be sent: microbatch by microbatch in the dtype of the reduction, else as it came."""
-    return jnp.dtype(config.train.reduce_dtype if config.train.zero >= 2 else config.train.compute_dtype).itemsize
+    late = config.train.zero >= 2 and weight.split
+    return jnp.dtype(config.train.reduce_dtype if late else config.train.compute_dtype).itemsize
 
 
-def _moving(config: Config) -> int:
+def _moving(config: Config, sent: bool = True) -> int:
     """Weights of the layer in use and the next, and the gradient of the last on its way; this layer's takes the place of what it is made
     of. But gradients that a loop over tokens adds up, of experts or of a chunked MLP, are sums in float32 beside the zeros that every
     layer's begin with."""
     train, size = config.train, jnp.dtype(config.train.compute_dtype).itemsize
     each = [weight for weight in formulas.weights(config) if weight.layers]
     layer = sum(weight.elements for weight in each)
+    late = sum(weight.elements * _sent_itemsize(config, weight) for weight in each) * (train.zero >= 2) * sent
     dims = 3 if config.model.moe.experts else 2 if _chunk(config) < math.prod(formulas.microbatch(config)) else 0
     added = sum(weight.elements for weight in each if "/mlp/" in weight.name and len(weight.shape) == dims)
-    moving = layer * (2 * size * (train.zero == 3) + _sent_itemsize(config) * (train.zero >= 2))
+    moving = layer * 2 * size * (train.zero == 3) + late
     return _kept_weights(config) + moving + 2 * 4 * added

@@ -8,7 +8,7 @@ import pytest
 
 from jaxpar.config import ModelConfig
 from jaxpar.parallel.remat import POLICIES
-from jaxpar.plan import formulas
+from jaxpar.plan import formulas, saved
 from jaxpar.plan.hlo import buffers_at_least
 from jaxpar.plan.report import block_facts, kept_bytes
 from tests.train.programs import LEVELS, config, level, measured, training
@@ -75,9 +75,9 @@ def test_what_the_forward_keeps(policy, mesh):
     run = config(*mesh, model=DEEP, sequence=24, batch=20, zero=3, remat=policy, compute_dtype="bfloat16")
     facts = block_facts(training(run))
     if policy == "none":
-        assert kept(run) > formulas.saved_bytes(config(*mesh, model=DEEP, sequence=24, batch=20, remat="matmuls", compute_dtype="bfloat16"))
+        assert kept(run) > saved.saved_bytes(config(*mesh, model=DEEP, sequence=24, batch=20, remat="matmuls", compute_dtype="bfloat16"))
     else:
-        assert kept(run) == formulas.saved_bytes(run)
+        assert kept(run) == saved.saved_bytes(run)
     sizes = {math.prod(weight.shape) for weight in formulas.weights(run)}
     dims = {tuple(sorted(weight.shape)) for weight in formulas.weights(run)}
     assert not [shape for shape, _ in facts.saved if math.prod(shape) in sizes or tuple(sorted(shape)) in dims]
@@ -89,15 +89,15 @@ def test_sinks_a_prefix_and_wide_values_keep_no_more(policy):
     """Than values of that width: no probability of a sink, no mask."""
     model = dataclasses.replace(DEEP, sinks=True, prefix=5, value_head_width=24)
     run = config(2, 2, model=model, sequence=24, batch=20, zero=3, remat=policy, compute_dtype="bfloat16")
-    assert kept(run) == formulas.saved_bytes(run)
-    assert (kept(run) == formulas.saved_bytes(dataclasses.replace(run, model=DEEP))) == (policy == "block")
+    assert kept(run) == saved.saved_bytes(run)
+    assert (kept(run) == saved.saved_bytes(dataclasses.replace(run, model=DEEP))) == (policy == "block")
 
 
 @pytest.mark.parametrize("policy", ["matmuls", "outputs", "block"])
 def test_a_ring_keeps_no_more(policy):
     """Chunks that came around are not kept beside the one that set out, nor slices beside what they were cut from."""
     run = config(2, 2, model=DEEP, sequence=24, batch=20, zero=3, remat=policy, compute_dtype="bfloat16", collective_matmul=True)
-    assert kept(run) == formulas.saved_bytes(run)
+    assert kept(run) == saved.saved_bytes(run)
     facts = block_facts(training(run))
     assert facts.flops_backward_input + facts.flops_backward_weight == facts.flops_backward
 
