@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jaxpar.config import Config
 from jaxpar.plan import formulas
 from jaxpar.plan.experts import choices
-from jaxpar.plan.saved import expert_rows, expert_tokens, saved_bytes
+from jaxpar.plan.saved import WIDE, expert_rows, expert_tokens, saved_bytes
 
 
 def formula_bytes(config: Config) -> dict[str, int]:
@@ -63,21 +63,27 @@ def predicted_peak(config: Config) -> int:
 def moments(config: Config) -> dict[str, float]:
     """Bytes at the moments of `predicted_peak`."""
     model, train = config.model, config.train
-    held = formulas.state_bytes(config) + formulas.batch_bytes(config) + _buffers(config)
+    held = formulas.state_bytes(config) + formulas.batch_bytes(config)
+    added = _buffers(config) if train.accumulation > 1 else 0  # from the first microbatch on, else from the backward on
     size = jnp.dtype(train.compute_dtype).itemsize
     b, s = formulas.microbatch(config)
     table = next(weight for weight in formulas.weights(config) if weight.name.endswith("embedding/table" if model.tied else "head/table"))
     head, chunk = table.elements, min(train.loss_chunk, b * s) * table.elements // model.width
     loss = head * (size + 4) + chunk * (4 + 2 * size) + 3 * size * b * s * model.width
-    kept, waiting, alone = saved_bytes(config), head * _sent_itemsize(config, table), train.zero == 3
-    looped = kept * (model.layers - alone) / model.layers
-    found = {"loss": held + kept + loss + _kept_weights(config), "loop": held + looped + waiting + working_bytes(config) + _moving(config)}
-    found["loop"] += _transposed(config)
-    if alone and train.remat in ("none", "matmuls", "outputs"):
-        found["last"] = held + kept + waiting + _moving(config, sent=False) + size * _last(config)
-        found["last"] += _transposed(config) if train.remat == "none" else 0
-    if train.remat == "none" and config.mesh.tensor > 1 and not train.collective_matmul:
-        found["turned"] = held + kept + waiting + _kept_weights(config) + _largest(config)
+    kept, waiting, alone = saved_bytes(config), head * (jnp.dtype(train.reduce_dtype).itemsize if train.zero >= 2 else 4), train.zero == 3
+    one = kept / model.layers
+    found = {"loss": held + added + kept + loss + _kept_weights(config)}
+    held += _buffers(config)
+    found["loop"] = held + kept - alone * one + waiting + working_bytes(config) + _moving(config) + _transposed(config)
+    before = held + kept + (train.zero == 2) * one + waiting  # ZeRO-2's last layer is in the arrays of all layers: sliced, it is there twice
+    if train.zero >= 2 and train.remat in ("none", "matmuls", "outputs"):
+        found["last"] = before + _moving(config, sent=False) + size * _last(config) + (_transposed(config) if train.remat == "none" else 0)
+    if train.remat == "none" and config.mesh.tensor > 1 and not train.collective_matmul and not model.moe.experts:
+        found["turned"] = before + _kept_weights(config) + _largest(config)
+    if train.zero == 2 and config.model.moe.experts == 0:
+        hidden = (5 if _in_pairs(config) else 3) * _chunk(config) * model.mlp_width // config.mesh.tensor
+        working = size * (hidden + 3 * b * s * model.width) // train.interleave
+        found["forward"] = held - _buffers(config) + added + kept + 2 * _kept_weights(config) + 2 * size * head + working
     return found
 
 
@@ -139,7 +145,8 @@ def _transposed(config: Config) -> int:
 
     outputs, matmuls   queries, keys and values: gathering tokens over `tensor` puts them before sequences, cuDNN's backward wants sequences
                        first. With one sequence a part both are the same order
-    none               both norms' outputs, two of three of the MLP's arrays in the compute dtype, and of one of two interleaved parts those in float32
+    none               what the MLP's and attention's matmuls multiply, of every part; gate, up and the activation's float32 values of the
+                       first: those of a second part lie as the layers outside the loop read them
     """
     model, train, t, (b, s) = config.model, config.train, config.mesh.tensor, formulas.microbatch(config)
     size, layers = jnp.dtype(train.compute_dtype).itemsize, model.layers - 1
@@ -148,7 +155,8 @@ def _transposed(config: Config) -> int:
         return 0
     if train.remat == "none":
         wide = model.mlp_width // t
-        return layers * b * s * (size * (2 * model.width + 2 * wide) + (train.interleave > 1) * 4 * 3 * wide // 2)
+        made = (2 * size + 4 * WIDE[model.activation]) * wide // train.interleave
+        return layers * b * s * (size * (2 * model.width + wide) + made)
     if formulas.token_shards(config) == 1 or b // train.interleave < 2:
         return 0
     keys = max(model.kv_heads // t, 1)
@@ -157,12 +165,14 @@ def _transposed(config: Config) -> int:
 
 
 def _buffers(config: Config) -> int:
-    """Gradients of all layers: a buffer in the masters' dtype where microbatches add to it, else as they came or were reduced."""
+    """Finished gradients during the backward: where microbatches add to them all, in the masters' dtype; else those of the layers, as they
+    came or were reduced. The embedding's comes last, when the layers' values are gone."""
     late, added = config.train.zero >= 2, config.train.accumulation > 1
     master = jnp.dtype(config.train.master_dtype).itemsize
     return sum(
         (master if added else _sent_itemsize(config, weight)) * weight.total // (weight.ways if weight.split and late else 1)
         for weight in formulas.weights(config)
+        if added or weight.layers
     )
 
 
