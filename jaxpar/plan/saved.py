@@ -19,8 +19,8 @@ from jaxpar.config import Config
 from jaxpar.plan.experts import choices, sparse_layers
 from jaxpar.plan.weights import microbatch, token_shards
 
-# Arrays of width F that an activation's derivative reads in float32, beside gate and up as their products gave them. silu: the logistic, its
-# derivative, and the activation; gelu_tanh: x / 2, 1 + tanh, and what the chain rule makes of x, x² and x³ on the way.
+# Arrays of width F that an activation's derivative reads in float32, beside gate and up as their products gave them. silu: the logistic,
+# its derivative, and the activation; gelu_tanh: x / 2, 1 + tanh, and what the chain rule makes of x, x² and x³ on the way.
 WIDE = {"silu": 3, "gelu_tanh": 7, "clamped_swiglu": 5}
 
 
@@ -106,5 +106,5 @@ def _experts(config: Config) -> int:
 
 
 def _arrays(remat: str, size: int, wide: int, activation: str) -> int:
-    """Bytes of a gated MLP's kept values for each of its hidden ones: gate and up; what they make; what the activation's derivative reads."""
+    """Bytes of a gated MLP's kept values for each hidden one: gate and up; what they make; what the activation's derivative reads."""
     return {"outputs": 2 * size, "matmuls": 3 * size, "none": 3 * size + WIDE[activation] * wide}[remat]

@@ -132,7 +132,7 @@ def test_kept_values_fall_with_the_policy():
     kept = [saved.saved_bytes(config(data=2, tensor=2, remat=policy)) for policy in ("matmuls", "outputs", "attention", "block")]
     assert kept == sorted(kept, reverse=True) and len(set(kept)) == 4
     assert kept[-1] == L * 2 * BATCH * SEQUENCE // 2 // 2 * D
-    assert saved.saved_bytes(config(remat="none")) is None
+    assert saved.saved_bytes(config(remat="none")) > 2 * kept[0]
 
 
 def test_muon_keeps_one_moment_of_matrices_and_adafactor_none():
