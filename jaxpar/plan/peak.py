@@ -58,7 +58,9 @@ def moments(config: Config) -> dict[str, float]:
     backward = formulas.state_bytes(config) + formulas.batch_bytes(config) + buffers + head * (reduced if train.zero >= 2 else 4)
     twice = turned_bytes(config)
 
-    found = {"loss": before + kept + weights + head * (size + 4) + chunk * (4 + 2 * size) + 3 * size * b * s * model.width}
+    found: dict[str, float] = {
+        "loss": before + kept + weights + head * (size + 4) + chunk * (4 + 2 * size) + 3 * size * b * s * model.width
+    }
     found["loop"] = backward + kept - of_last * (train.zero == 3) + twice + working_bytes(config) + _moving(config)
     sliced = kept + of_last * (train.zero == 2)
     if train.zero >= 2 and train.remat in ("none", "matmuls", "outputs"):
