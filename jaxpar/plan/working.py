@@ -27,13 +27,17 @@ def working_bytes(config: Config) -> int:
     Between blocks two of width D, the input and its gradient. Inside, five: the inputs of attention and of the MLP, the gradient of the
     MLP's output, and what gate and up give of its input's. Queries, keys, values, attention's output and their gradients; and four of the
     MLP's width (gate, up, their product, one gradient), or what experts work with. Of interleaved parts one half is at its MLP, with four
-    of the five, while the other is at its attention. A ring has four: its products' sums leave as chunks, never as one array."""
+    of the five, while the other is at its attention. A ring has four of the five, for sums
+    leave as chunks, and two of queries' width more: zeros, in which chunks of queries, and of gradients of attention's output, are put
+    together."""
     model, t, (b, s) = config.model, config.mesh.tensor, microbatch(config)
     heads = (model.heads + max(model.kv_heads, t)) // t * (model.head_width + model.value_head_width)
     parts, moe = config.train.interleave, model.moe
     wide = moe.shared_width if moe.experts and not moe.dense_layers and moe.every == 1 else model.mlp_width
-    mlp, whole = 4 * chunk_tokens(config) * wide // t, 4 if config.train.collective_matmul else 5
-    inside = b * s * whole * model.width + mlp if parts == 1 else (b * s * 7 * model.width + mlp) // 2
+    mlp, whole = 4 * chunk_tokens(config) * wide // t, 5 * model.width
+    if config.train.collective_matmul and t > 1:
+        whole = 4 * model.width + model.heads // t * (model.head_width + model.value_head_width)
+    inside = b * s * whole + mlp if parts == 1 else (b * s * 7 * model.width + mlp) // 2
     return _size(config) * (b * s * (2 * model.width // token_shards(config) + heads) + inside + _sent_rows(config))
 
 
@@ -60,19 +64,20 @@ def forward_bytes(config: Config) -> int:
 def turned_bytes(config: Config) -> int:
     """Kept values that XLA puts in another order once for all layers before the backward and, as the first layer's backward stands behind
     the loop (ZeRO-3) and reads them as they were, holds in both. With two layers a turn that is so where their number is even: else the
-    first is alone. A ring's chunks lie as its products read them.
+    first is alone.
 
     outputs, matmuls   queries, keys and values: gathering tokens over `tensor` puts them before sequences, cuDNN's backward wants sequences
                        first. With one sequence a part both are the same order
-    none               what attention's and the MLP's first and last matmuls multiply, of every part; gate, up and the activation's float32
-                       values of the first: those of a second part lie as the layers outside the loop read them
+    none               what attention's and the MLP's first and last matmuls multiply, of every part (not both norms' chunks that came
+                       around a ring); gate, up and the activation's float32 values of the first: those of a second part lie as the
+                       layers outside the loop read them
     """
     model, train, t, (b, s) = config.model, config.train, config.mesh.tensor, microbatch(config)
     size, layers = _size(config), model.layers - 1
-    if t == 1 or train.collective_matmul or train.zero < 3 or (in_pairs(config) and layers % 2):
+    if t == 1 or train.zero < 3 or (in_pairs(config) and layers % 2):
         return 0
     if train.remat == "none":
-        multiplied = size * (2 * model.width + _kept_width(config))
+        multiplied = size * (2 * model.width * (not train.collective_matmul) + _kept_width(config))
         return layers * b * s * (multiplied + (2 * size + 4 * WIDE[model.activation]) * _kept_width(config) // train.interleave)
     if train.remat not in ("outputs", "matmuls") or token_shards(config) == 1 or b // train.interleave < 2:
         return 0
