@@ -38,7 +38,7 @@ def working_bytes(config: Config) -> int:
     if config.train.collective_matmul and t > 1:
         whole = 4 * model.width + model.heads // t * (model.head_width + model.value_head_width)
     inside = b * s * whole + mlp if parts == 1 else (b * s * 7 * model.width + mlp) // 2
-    return _size(config) * (b * s * (2 * model.width // token_shards(config) + heads) + inside + _sent_rows(config))
+    return _size(config) * (b * s * (2 * model.width // token_shards(config) + heads) + inside + _rows_at_work(config))
 
 
 def last_bytes(config: Config) -> int:
@@ -49,7 +49,7 @@ def last_bytes(config: Config) -> int:
     arrays = 3 + (train.remat == "outputs")
     if model.moe.experts:
         width = (model.moe.width or model.mlp_width) // (t if train.experts.columns else 1)
-        return _size(config) * ((arrays + 1) * expert_rows(config) * width + _sent_rows(config))
+        return _size(config) * ((arrays + 1) * expert_rows(config) * width + _rows_at_work(config))
     numbers = arrays * chunk_tokens(config) * model.mlp_width // t + 3 * b * s * model.width
     return _size(config) * numbers // (t if train.collective_matmul else train.interleave)
 
@@ -121,7 +121,7 @@ def _size(config: Config) -> int:
     return jnp.dtype(config.train.compute_dtype).itemsize
 
 
-def _sent_rows(config: Config) -> int:
+def _rows_at_work(config: Config) -> int:
     """Numbers in the rows of experts at the backward of a layer: sorted by expert, the gradients of their results likewise, and the
     gradient of the rows, which begins as zeros: XLA makes the zeros that every layer begins with once, before the loop over layers.
 
