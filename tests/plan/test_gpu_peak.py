@@ -1,6 +1,7 @@
 """The predicted peak against programs compiled for H100s, over policies, rings, interleaving, ZeRO levels, one GPU and several, experts.
 
-Small runs in which activations of a few layers outweigh all else; of real size are those of `test_gpu_report.py`, `test_gpu_experts.py`.
+Small runs in which activations of a few layers outweigh all else; `-s` prints both peaks of each. Of real size are those of
+`test_gpu_report.py` and `test_gpu_experts.py`, and the 8B of `test_overlap.py` with full recomputation and with none.
 """
 
 import dataclasses
@@ -15,7 +16,6 @@ from tests.plan import gpu
 
 pytestmark = gpu.MARKS
 
-TOLERANCE = 0.08  # of the compiled peak: what docs/compile.md says of runs that have no file
 MODEL = ModelConfig(vocabulary=16384, width=2048, layers=9, heads=16, kv_heads=4, head_width=128, mlp_width=7168)
 MIXTURE = dataclasses.replace(MODEL, layers=6, moe=MoeConfig(experts=8, per_token=2, balance="microbatch", balance_weight=0.01))
 
@@ -38,7 +38,6 @@ RUNS = {
     "8 GPUs, none, 2 parts, ZeRO-3": run(data=4, tensor=2, remat="none", zero=3, interleave=2),
     "8 GPUs, matmuls, ZeRO-1": run(data=4, tensor=2, remat="matmuls", zero=1),
     "8 GPUs, none, ring, ZeRO-3": run(data=4, tensor=2, remat="none", zero=3, collective_matmul=True),
-    "8 GPUs, attention, ring, ZeRO-3": run(data=4, tensor=2, remat="attention", zero=3, collective_matmul=True),
     "8 GPUs, experts, none, ZeRO-3": run(
         expert=8, model=MIXTURE, remat="none", zero=3, reduce_dtype="bfloat16", loss_chunk=256, experts=ExpertsConfig(buffer_factor=1.5)
     ),
@@ -59,9 +58,9 @@ def test_the_peak_is_predicted(label):
         compiled = compiling.compile_run(config, hardware.load("h100"))
     held, said = compiled.sizes.peak_memory_in_bytes, peak.predicted_peak(config)
     print(f"{label}: {held / 2**30:.2f} GiB, predicted {said / 2**30:.2f} ({said / held - 1:+.1%})")
-    assert said == pytest.approx(held, rel=TOLERANCE)
+    assert said == pytest.approx(held, rel=gpu.ELSEWHERE)
     for other in others(config):
-        assert peak.predicted_peak(other) != pytest.approx(held, rel=TOLERANCE), f"negative control: {other.train.remat}"
+        assert peak.predicted_peak(other) != pytest.approx(held, rel=gpu.ELSEWHERE), f"negative control: {other.train.remat}"
     if config.train.remat == "none" and not config.model.moe.experts:  # with cuDNN, which no test on CPUs has: to the byte
         with jax.enable_x64(False):
             kept = report.kept_bytes(report.block_facts(compiled.training))
