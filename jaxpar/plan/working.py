@@ -64,22 +64,22 @@ def forward_bytes(config: Config) -> int:
 def turned_bytes(config: Config) -> int:
     """Kept values that XLA puts in another order once for all layers before the backward and, as the first layer's backward stands behind
     the loop (ZeRO-3) and reads them as they were, holds in both. With two layers a turn that is so where their number is even: else the
-    first is alone.
+    first is alone. With one sequence a part all orders are the same.
 
     outputs, matmuls   queries, keys and values: gathering tokens over `tensor` puts them before sequences, cuDNN's backward wants sequences
-                       first. With one sequence a part both are the same order
+                       first
     none               what attention's and the MLP's first and last matmuls multiply, of every part (not both norms' chunks that came
                        around a ring); gate, up and the activation's float32 values of the first: those of a second part lie as the
                        layers outside the loop read them
     """
     model, train, t, (b, s) = config.model, config.train, config.mesh.tensor, microbatch(config)
     size, layers = _size(config), model.layers - 1
-    if t == 1 or train.zero < 3 or (in_pairs(config) and layers % 2):
+    if t == 1 or train.zero < 3 or b // train.interleave < 2 or (in_pairs(config) and layers % 2):
         return 0
     if train.remat == "none":
         multiplied = size * (2 * model.width * (not train.collective_matmul) + _kept_width(config))
         return layers * b * s * (multiplied + (2 * size + 4 * WIDE[model.activation]) * _kept_width(config) // train.interleave)
-    if train.remat not in ("outputs", "matmuls") or token_shards(config) == 1 or b // train.interleave < 2:
+    if train.remat not in ("outputs", "matmuls") or token_shards(config) == 1:
         return 0
     keys = max(model.kv_heads // t, 1)
     widths = (model.heads // t + keys) * model.head_width + keys * model.value_head_width
@@ -90,6 +90,8 @@ def turning_bytes(config: Config) -> int:
     """One of the float32 arrays of the MLP's width in which "none" keeps the values of all layers of a loop: XLA turns them, one after the
     other, from the order in which the forward wrote them to that in which the backward's matmuls lay theirs."""
     (b, s), train = microbatch(config), config.train
+    if b // train.interleave < 2:
+        return 0
     layers = _looped(config) // (2 if in_pairs(config) else 1)
     return 4 * layers * b * s * _kept_width(config) // train.interleave
 
