@@ -176,6 +176,7 @@ def test_what_none_holds_twice():
     """Both norms' outputs with all tokens and the MLP's product; gate, up and three float32 arrays of the first of two parts."""
     tokens, one = 4 * 1024, 2 * (2 * 512 + 512) + (2 * 2 + 3 * 4) * 512 // 2
     assert working.turned_bytes(config(remat="none", interleave=2)) == 7 * tokens * one
+    assert working.turned_bytes(config(remat="none", interleave=4)) == working.turning_bytes(config(remat="none", interleave=4)) == 0
     assert working.turned_bytes(config(remat="none")) == 0 and working.turning_bytes(config(remat="none")) == 3 * tokens * 4 * 512
 
 
