@@ -17,7 +17,7 @@ from pathlib import Path
 from jaxpar import configfile
 from jaxpar.config import Config
 from jaxpar.plan import compile as compiling
-from jaxpar.plan import formulas, hardware
+from jaxpar.plan import hardware, saved
 
 RUN = Path(__file__).parent.parent / "configs" / "runs" / "llama3_8b_1m_h100x64.yaml"
 TOKENS = (32768, 131072, 262144, 524288, 1048576)
@@ -40,7 +40,7 @@ class Row:
 def row(config: Config, temporary: int, text: str) -> Row:
     """The row of a compiled run: its temporary bytes and the text of its program."""
     shapes = {tuple(sorted(int(size) for size in dims.split(",") if int(size) > 1)) for dims in re.findall(r"\w\d+\[([\d,]+)\]", text)}
-    return Row(config.data.sequence, temporary, formulas.saved_bytes(config) or 0, frozenset(shapes))
+    return Row(config.data.sequence, temporary, saved.saved_bytes(config), frozenset(shapes))
 
 
 def more_than_linear(short: Row, long: Row, least: int) -> list[tuple[int, ...]]:

@@ -2,7 +2,7 @@
 
     weights           the parameters as one device computes with them
     step_traffic      every collective of a step, to compare with what `jaxpar.plan.traffic` reads from a program
-    state_bytes, batch_bytes, weight_bytes, gradient_bytes, saved_bytes     memory of one device
+    state_bytes, batch_bytes, weight_bytes, gradient_bytes     memory of one device; what its forward keeps is in `saved.py`
 
 Each collective is a `traffic.Collective` whose `source` says what it is for, so that `traffic.summary` adds up formulas and programs alike.
 Nothing here reads `rules.py`, `zero.py` or `stack.py`: sizes and counts are written down once more, or agreement would prove nothing.
@@ -227,24 +227,3 @@ def gradient_bytes(config: Config) -> int:
         if n > 1:
             beside += weight.elements * (min(weight.layers, 2) or 1) if late else weight.total // (n if weight.split else 1)
     return _itemsize(config.train.master_dtype) * (buffer + beside)
-
-
-def saved_bytes(config: Config) -> int | None:
-    """What the forward of one microbatch keeps for the backward, all layers. None for "none", which keeps whatever the backward reads.
-
-    block       the block's input
-    attention   and attention's output and log-sum-exp
-    outputs     and what weight matmuls give: query, key, value, attention's projection, gate and up
-    matmuls     and what they multiply: both norms' outputs, the MLP's product
-    """
-    model, train, t, (b, s) = config.model, config.train, config.mesh.tensor, microbatch(config)
-    tokens, size, wide = b * s, _itemsize(train.compute_dtype), _itemsize(_scalar_dtype(config))
-    between = tokens * model.width // token_shards(config)
-    heads, kv_heads, hidden = model.heads // t, max(model.kv_heads // t, 1), 0 if 0 < train.mlp_chunk < s else model.mlp_width // t
-    attention = size * tokens * heads * model.value_head_width + wide * tokens * heads
-    outputs = size * tokens * ((heads + kv_heads) * model.head_width + kv_heads * model.value_head_width + 2 * hidden) + size * between
-    inputs = size * (2 * between + tokens * hidden)
-    traded = train.context.split(config.mesh.seq)[1] > 1  # then attention's output is kept before and after heads are traded back
-    inputs += size * tokens * heads * model.value_head_width * traded
-    kept = {"block": 0, "attention": attention, "outputs": attention + outputs, "matmuls": attention + outputs + inputs}
-    return model.layers * (size * between + kept[train.remat]) if train.remat in kept else None

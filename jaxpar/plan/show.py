@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from jaxpar.config import Config
 from jaxpar.mesh import TENSOR
-from jaxpar.plan import formulas, knobs, sent, work
+from jaxpar.plan import formulas, knobs, sent, work, working
 from jaxpar.plan.compile import Compiled
 from jaxpar.plan.report import table
 
@@ -83,17 +83,17 @@ def state_line(config: Config, memory: dict[str, Any]) -> str:
 
 
 def activations_line(config: Config, memory: dict[str, Any]) -> str:
-    """Korthikanti's bytes beside what is held, and where the difference lies. What remat "none" keeps is a guess (`peak.kept_bytes`), so
-    nothing is subtracted from it."""
+    """Korthikanti's bytes beside what is held, and where the difference lies. Of few layers under remat "none" less may be held than is
+    kept: XLA computes element-wise values of the layers outside the loop again."""
     korthikanti, kept, held = memory["formulas"]["activations"], memory["formulas"]["kept"], memory["parts"]["activations"]
     model, remat = config.model, config.train.remat
     masks = "masks of dropout drawn again" if model.dropout else "no dropout masks"
-    are, rest = "are kept for the backward", f"; the other {gib(held - kept)} are what one layer, or one chunk of logits, works with"
-    if remat == "none":
-        are, rest = "may be kept for the backward, a guess", ""
+    rest = f"; the other {gib(held - kept)} are what one layer, or one chunk of logits, works with" if held >= kept else ""
+    if rest and (turned := working.turned_bytes(config)):
+        rest += f", and {gib(turned)} of kept values in a second order"
     return (
         f"Korthikanti's activations of {model.layers} layers: {gib(korthikanti)}; here {gib(held)} ({gib(held - korthikanti)}): "
-        f"{gib(kept)} {are}, with a gated MLP, {model.kv_heads} key heads, {masks} and remat {remat}{rest}"
+        f"{gib(kept)} are kept for the backward, with a gated MLP, {model.kv_heads} key heads, {masks} and remat {remat}{rest}"
     )
 
 

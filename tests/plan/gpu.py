@@ -62,10 +62,14 @@ def check_copied(run, report):
     assert sum(report["copies"].values()) <= 1e9 * COPIED[run]
 
 
-def check_predicted(report):
-    """What every run file must: fit, and peak within a tenth of the closed formula."""
+# Of the compiled peak, how far the closed formula may be from it: for run files, and for other runs.
+OF_RUN_FILES, ELSEWHERE = 0.03, 0.08
+
+
+def check_predicted(report, within=OF_RUN_FILES):
+    """What every run file must: fit, and peak `within` a share of the closed formula."""
     held = report["memory"]
-    assert report["fits"] and held["predicted_peak"] == pytest.approx(held["peak"], rel=0.10)
+    assert report["fits"] and held["predicted_peak"] == pytest.approx(held["peak"], rel=within)
 
 
 @functools.lru_cache(maxsize=12)

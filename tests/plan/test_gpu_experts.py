@@ -8,7 +8,7 @@ import pytest
 
 from jaxpar.config import Config, DataConfig, ExpertsConfig, MeshShape, MoeConfig, TrainConfig
 from jaxpar.plan import compile as compiling
-from jaxpar.plan import formulas, hardware, loops, sent, simulate, work
+from jaxpar.plan import formulas, hardware, loops, sent, simulate, work, working
 from jaxpar.plan.hlo import dot_flops, parse
 from tests.plan import gpu
 from tests.plan.gpu_runs import MODEL
@@ -110,7 +110,7 @@ def test_runs_with_experts_fit_and_are_predicted(run, monkeypatch):
     gpu.check_predicted(report)
     gpu.check_copied(run, report)
     if compiled.config.model.moe.per_token == 8:
-        monkeypatch.setattr(compiling.memory.peak, "_expert_rows", lambda config: 0)
+        monkeypatch.setattr(working, "_rows_at_work", lambda config: 0)
         assert compiling.memory.peak.predicted_peak(compiled.config) < 0.8 * report["memory"]["peak"]
 
 
@@ -167,7 +167,7 @@ def test_mixtral_in_chunks_takes_no_more_memory_and_less_time(mixtral_chunked, m
     """Less than 17 GiB, one buffer of experts' gradients for both chunks; at most 5% waits for `expert`."""
     report, at_once = compiling.report(mixtral_chunked), compiling.report(mixtral)
     assert report["memory"]["peak"] <= 16.5 * 2**30 and report["memory"]["peak"] <= 1.01 * at_once["memory"]["peak"]
-    assert report["memory"]["predicted_peak"] == pytest.approx(report["memory"]["peak"], rel=0.10)
+    assert report["memory"]["predicted_peak"] == pytest.approx(report["memory"]["peak"], rel=0.05)
     found, before = (simulate.simulate(each.text, each.mesh, each.hardware) for each in (mixtral_chunked, mixtral))
     assert found.exposed("expert") <= 0.02 and found.step_seconds <= 0.96 * before.step_seconds
 

@@ -8,7 +8,7 @@ import pytest
 
 from jaxpar.compilation import without_cache
 from jaxpar.config import Config, DataConfig, ExpertsConfig, MeshShape, ModelConfig, MoeConfig, TrainConfig
-from jaxpar.plan import buffers, formulas, memory, peak
+from jaxpar.plan import buffers, formulas, memory, peak, saved, working
 from jaxpar.plan.hlo import parse
 
 SIZE = 256
@@ -119,7 +119,10 @@ def test_korthikanti_and_what_is_kept():
     assert peak.formula_bytes(config())["activations"] == 8 * 34 * one / 2
     assert peak.formula_bytes(config(sequence_parallel=False))["activations"] == 8 * (10 + 24 / 2) * one
     assert peak.formula_bytes(config(remat="block"))["activations"] == 8 * 2 * one / 2
-    assert peak.kept_bytes(config(remat="none")) == 2 * peak.kept_bytes(config())
+    tokens, width, hidden = one // 512, 512 // 2, 1024 // 2  # numbers a device and token: between blocks, of the MLP
+    own = 2 * (8 + 4) * 64 // 2 + 2 * 8 * 64 // 2 + 4 * 8 // 2 + 2 * 4 * 64 // 2  # bytes: queries, keys; outputs, log-sum-exp; values
+    none = tokens * (own + 2 * 2 * width + 2 * 2 * 512 + 4 * 2 * (width + 1) + (3 * 2 + 3 * 4) * hidden)
+    assert saved.saved_bytes(config(remat="none")) == 8 * none
 
 
 @pytest.mark.parametrize("change", [{"accumulation": 2}, {"remat": "block"}, {"loss_chunk": 256}, {"batch": 8}])
@@ -141,9 +144,9 @@ def test_what_a_layer_works_with():
     batch's MLP and seven half batches of width D."""
     tokens, heads = 4 * 1024, (2 * 8 + 2 * 4) // 2 * 64
     one = 2 * tokens * (2 * 512 // 2 + 5 * 512 + heads + 4 * 1024 // 2)
-    assert peak.working_bytes(config()) == one
-    assert peak.working_bytes(config(mlp_chunk=256)) == one - 2 * (tokens * 3 // 4) * 4 * 1024 // 2
-    assert peak.working_bytes(config(interleave=2)) == 2 * tokens * (2 * 512 // 2 + heads) + tokens * (7 * 512 + 4 * 1024 // 2)
+    assert working.working_bytes(config()) == one
+    assert working.working_bytes(config(mlp_chunk=256)) == one - 2 * (tokens * 3 // 4) * 4 * 1024 // 2
+    assert working.working_bytes(config(interleave=2)) == 2 * tokens * (2 * 512 // 2 + heads) + tokens * (7 * 512 + 4 * 1024 // 2)
 
 
 @pytest.mark.parametrize(
@@ -155,15 +158,36 @@ def test_rows_of_experts_are_what_their_layer_works_with(dispatch, numbers):
     moe = dataclasses.replace(MODEL, moe=MoeConfig(experts=8, per_token=2, width=256))
     sparse = dataclasses.replace(config(experts=ExpertsConfig(dispatch=dispatch)), model=moe, mesh=MeshShape(data=2, expert=4))
     dense = dataclasses.replace(sparse, model=dataclasses.replace(MODEL, mlp_width=8))
-    assert peak.working_bytes(sparse) - peak.working_bytes(dense) == 2 * 2048 * (numbers * 512 - 4 * 8)
+    assert working.working_bytes(sparse) - working.working_bytes(dense) == 2 * 2048 * (numbers * 512 - 4 * 8)
 
 
 def test_kept_queries_are_held_twice_where_sequences_come_behind_tokens():
-    """Two sequences of a part and gathers over `tensor`; seven layers of eight."""
-    twice = 2 * 4 * 1024 * (4 + 2 * 2) * 64 * 7
-    assert peak._transposed(config(remat="outputs")) == peak._transposed(config(remat="matmuls", interleave=2)) == twice
-    for change in ({"remat": "attention"}, {"remat": "matmuls", "sequence_parallel": False}, {"remat": "matmuls", "interleave": 4}):
-        assert peak._transposed(config(**change)) == 0
+    """Two sequences of a part and gathers over `tensor`; seven layers of eight, or of nine eight, two a turn."""
+    nine = {"model": dataclasses.replace(MODEL, layers=9)}
+    twice = 2 * 4 * 1024 * (4 + 2 * 2) * 64
+    assert working.turned_bytes(config(remat="matmuls", interleave=2)) == 7 * twice
+    assert working.turned_bytes(dataclasses.replace(config(remat="outputs"), **nine)) == 8 * twice
+    less = [{"remat": "attention"}, {"remat": "matmuls", "sequence_parallel": False}, {"remat": "matmuls", "interleave": 4}]
+    for change in ({"remat": "outputs"}, {"zero": 2}, {"collective_matmul": True}, *less):
+        assert working.turned_bytes(config(**change)) == 0
+
+
+def test_what_none_holds_twice():
+    """Both norms' outputs with all tokens and the MLP's product; gate, up and three float32 arrays of the first of two parts."""
+    tokens, one = 4 * 1024, 2 * (2 * 512 + 512) + (2 * 2 + 3 * 4) * 512 // 2
+    assert working.turned_bytes(config(remat="none", interleave=2)) == 7 * tokens * one
+    assert working.turned_bytes(config(remat="none", interleave=4)) == working.turning_bytes(config(remat="none", interleave=4)) == 0
+    assert working.turned_bytes(config(remat="none")) == 0 and working.turning_bytes(config(remat="none")) == 3 * tokens * 4 * 512
+
+
+def test_the_moments_of_a_step():
+    """Which there are, by ZeRO level and policy; a buffer that microbatches add to is there from the beginning."""
+    assert list(peak.moments(config(zero=1))) == ["loss", "loop"]
+    assert list(peak.moments(config())) == ["loss", "loop", "last"]
+    assert list(peak.moments(config(zero=2, remat="none"))) == ["loss", "loop", "last", "turning", "forward"]
+    once, twice = peak.moments(config(batch=8)), peak.moments(config(accumulation=2))
+    added = 4 * sum(weight.total // (4 if weight.split else 1) for weight in formulas.weights(config()))
+    assert twice["loss"] - once["loss"] == added + formulas.batch_bytes(config()) - formulas.batch_bytes(config(batch=8))
 
 
 def test_buffers_are_told_apart_by_shape_and_origin():

@@ -86,7 +86,8 @@ def test_without_recomputation_nothing_is_computed_twice():
     """Data 8 × tensor 8, two sequences a GPU, for eight would not fit and XLA would compute some again by itself."""
     compiled = gpu.compiled("llama3_8b_h100x64", "train.remat=none", "train.batch=16", "train.accumulation=1")
     report = compiling.report(compiled)
-    assert report["fits"] and report["flops"]["program"] == pytest.approx(report["flops"]["model"], rel=5e-3)
+    gpu.check_predicted(report, gpu.ELSEWHERE)
+    assert report["flops"]["program"] == pytest.approx(report["flops"]["model"], rel=5e-3)
 
 
 def test_matmuls_and_collectives_of_a_real_step_by_hand(interleaved):
@@ -113,10 +114,11 @@ def test_matmuls_and_collectives_of_a_real_step_by_hand(interleaved):
     assert sent == {kind: [2 * number - 2, number * crossing] for kind, number in uses.items()}
 
 
-@pytest.mark.parametrize(("parts", "gib"), [("plain", 7.6), ("interleaved", 6.6)])
+@pytest.mark.parametrize(("parts", "gib"), [("plain", 7.6), ("interleaved", 6.6), ("ring", 7.1)])
 def test_less_memory_and_traffic_than_maxtext_on_data_8_tensor_8(parts, gib, request):
     """MaxText: 9.72 GiB and 248 GB."""
     report = compiling.report(request.getfixturevalue(parts))
+    gpu.check_predicted(report, gpu.ELSEWHERE)
     assert report["memory"]["peak"] <= gib * 2**30
     assert sum(row["bytes"] for row in report["collectives"]) <= 172.5e9
     assert report["flops"]["program"] <= 1.34 * report["flops"]["model"]
@@ -125,6 +127,7 @@ def test_less_memory_and_traffic_than_maxtext_on_data_8_tensor_8(parts, gib, req
 def test_less_memory_and_traffic_than_maxtext_with_zero_3_over_64():
     compiled = gpu.compiled("llama3_8b_h100x64", *gpu.COMPARED, "mesh.data=64", "mesh.tensor=1", "train.interleave=1")
     report = compiling.report(compiled)
+    gpu.check_predicted(report, gpu.ELSEWHERE)
     assert report["memory"]["peak"] <= 6.95 * 2**30
     assert sum(row["bytes"] for row in report["collectives"]) <= 43.4e9
     assert report["flops"]["program"] <= 1.34 * report["flops"]["model"]
