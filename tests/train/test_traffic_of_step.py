@@ -6,7 +6,7 @@ import jax
 import pytest
 
 from jaxpar.config import ExpertsConfig, ModelConfig, MoeConfig
-from jaxpar.parallel import zero
+from jaxpar.parallel import collectives, zero
 from jaxpar.parallel.collectives import vary_like
 from jaxpar.plan import formulas
 from jaxpar.plan.traffic import summary
@@ -70,6 +70,30 @@ def test_a_compiled_step_sends_exactly_what_the_formulas_say(run):
     for key, total in found.items():
         assert total.count <= expected[key].count
         assert key[0] == "all_reduce" or total.count == expected[key].count
+
+
+FEW_LAYERS = [(1, "matmuls", 0), (1, "block", 3), (2, "matmuls", 3), (3, "outputs", 3)]
+
+
+def few(layers, remat, zero):
+    return config(2, 2, zero=zero, remat=remat, model=dataclasses.replace(PLAIN, layers=layers))
+
+
+@pytest.mark.parametrize("layers, remat, zero", FEW_LAYERS)
+def test_layers_outside_loops_send_again_what_the_formulas_say(layers, remat, zero):
+    """Too few layers for a loop forward or backward: what the backward gathers again is not the forward's, kept until then."""
+    run = few(layers, remat, zero)
+    expected, found = summary(formulas.step_traffic(run)), summary(measured(run).sent)
+    assert {key: total.payload for key, total in found.items()} == {key: total.payload for key, total in expected.items()}
+
+
+def test_equal_gathers_outside_loops_would_be_one(monkeypatch):
+    """Negative control: XLA merges what is not told apart, weights over `data` and activations over `tensor`."""
+    run = few(2, "matmuls", 3)
+    monkeypatch.setattr(collectives, "distinct", lambda tree: tree)
+    expected, found = summary(formulas.step_traffic(run)), summary(measured.__wrapped__(run).sent)
+    for axes in (("data",), ("tensor",)):
+        assert found["all_gather", axes, "float32"].payload < expected["all_gather", axes, "float32"].payload
 
 
 @pytest.mark.parametrize("remat", ["none", "matmuls"])
