@@ -18,7 +18,7 @@ What moves data between one device and itself is left out: an axis of size 1 cos
     permute        each device sends its A to one other
     axis_index, axis_size
     barrier        values that exist only together; moves nothing
-    distinct       values that XLA takes for others; moves nothing
+    distinct, anew values that XLA takes for others; move nothing
     value_barrier, gradient_barrier    `barrier` of the forward alone, of the backward alone
 """
 
@@ -86,10 +86,20 @@ def distinct(tree: Any) -> Any:
     only run time makes."""
 
     def chosen(x: jax.Array) -> jax.Array:
-        first = x.reshape(-1)[0].astype(jnp.int32)
-        return jnp.where((first | 1) != 0, x, jnp.zeros_like(x))  # always true
+        return _chosen(x, x.reshape(-1)[0])
 
     return jax.tree.map(lambda x: lax.platform_dependent(x, cpu=chosen, default=lax.optimization_barrier) if x.size else x, tree)
+
+
+def anew(x: jax.Array, turn: jax.Array | None) -> jax.Array:
+    """The same values, which XLA takes for others in each `turn` of a loop: what is sent of them is sent in each. On CPUs alone, whose
+    compiler would send it once before the loop; that for GPUs does not."""
+    return x if turn is None else lax.platform_dependent(x, turn, cpu=_chosen, default=lambda x, _: x)
+
+
+def _chosen(x: jax.Array, number: jax.Array) -> jax.Array:
+    """x, by a condition that always holds, which XLA does not see."""
+    return jnp.where((number.astype(jnp.int32) | 1) != 0, x, jnp.zeros_like(x))
 
 
 @jax.custom_vjp

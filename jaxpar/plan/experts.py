@@ -128,22 +128,16 @@ def _columns(config: Config) -> list[Collective]:
 
 
 def _counts(config: Config, compiled: bool) -> list[Collective]:
-    """Choices and tokens of each row, over the axes that split it; of a whole microbatch over all, where the balancing loss wants that.
+    """Choices of each row, over the axes that split it; of a whole microbatch over all, where the balancing loss wants that.
 
-    Compiled, a backward counts choices again only where the balancing loss reads those of a row, and tokens not at all where rows have no
-    padding. Where they have, XLA takes their counts out of the loop over layers, which is left out: some bytes a row are then missing."""
+    Compiled, a backward counts choices again only where the balancing loss reads those of a row."""
     train, moe, (rows, _), split = config.train, config.model.moe, _rows(config), _token_axes(config)
     times, again = sparse_layers(config) * train.accumulation * train.interleave, int(train.remat != "none")
-    loads, tokens = (1 + again) * times, 2 * times
-    if compiled:
-        loads = (1 + again * (moe.balance == "sequence")) * times
-        tokens *= config.data.documents == "isolated"
+    loads = (1 + (again * (moe.balance == "sequence") if compiled else again)) * times
     found = _sent(config, "load of a row", "all_reduce", split, loads, rows * moe.experts, "int32")
-    found += _sent(config, "tokens of a row", "all_reduce", split, tokens, rows, "int32")
     if moe.router == "expert_choice":
-        shards, seen = math.prod(getattr(config.mesh, axis) for axis in split), rows * _rows(config)[1]
-        for values, dtype in ((moe.experts, _wide(config)), (1, "bool")):
-            found += _sent(config, "what experts choose from", "all_gather", split, (1 + again) * times, shards * seen * values, dtype)
+        seen = math.prod(getattr(config.mesh, axis) for axis in split) * math.prod(_rows(config)) * moe.experts
+        found += _sent(config, "what experts choose from", "all_gather", split, (1 + again) * times, seen, _wide(config))
     if moe.balance != "sequence":
         found += _sent(
             config,

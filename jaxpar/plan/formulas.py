@@ -50,8 +50,7 @@ def step_traffic(config: Config, compiled: bool = False) -> list[Collective]:
     """Every collective of one training step, in no particular order: as it is written, or as it is `compiled`, where XLA drops the gathers
     of biases that nobody reads, and experts' counts likewise.
 
-    `element-wise` optimizers (adamw, lion, sgd) send nothing. XLA may move what a loop repeats unchanged out of it: ZeRO-3's gathers of
-    embedding, norm, head, first and last layer then happen once a step instead of once a microbatch.
+    `element-wise` optimizers (adamw, lion, sgd) send nothing.
     """
     found = [each for weight in weights(config) for each in [*_gathers(config, weight, compiled), *_reductions(config, weight)]]
     return [
