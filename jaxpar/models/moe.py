@@ -200,11 +200,11 @@ class MoE(nnx.Module):
         `tensor` has of all of its tokens, and where `seq` splits rows from `segments_row`: each layer would else send what all know."""
         (batch, length), axes = valid_BS.shape, splitting(valid_BS)
         if "segments" not in context.batch:
-            return jnp.ones((batch, length * collectives.axis_size(axes)), bool)
+            return collectives.vary_like(jnp.ones((batch, length * collectives.axis_size(axes)), bool), valid_BS)
         segments_BS = context.batch.get("segments_row", context.batch["segments"])
         if SEQ in axes and "segments_row" not in context.batch:
             segments_BS = collectives.all_gather(segments_BS, SEQ, 1)
-        return segments_BS != 0
+        return collectives.vary_like(segments_BS != 0, valid_BS)
 
     def aux(self, logits_BSE: jax.Array, chosen_BSK: jax.Array, valid_BS: jax.Array, tokens_B: jax.Array) -> Aux:
         """What the router's losses and metrics need, additive over sequences and devices: `load` [E] int32, `share` [E], and the sums

@@ -20,13 +20,13 @@ E, K, D, TOKENS = 8, 2, 32, 32 * 16  # of a step
 EXPERT, FOLDED, WHOLE = ("expert",), ("expert", "tensor"), ("expert", "seq", "tensor")
 
 
-def run(data=1, expert=1, seq=1, tensor=1, shared=0, balance="sequence", moe=(), experts=(), **train):
+def run(data=1, expert=1, seq=1, tensor=1, shared=0, balance="sequence", moe=(), experts=(), documents="isolated", **train):
     given = {"per_token": K, **dict(moe)}
     moe = MoeConfig(experts=E, width=24, balance=balance, balance_weight=0.01, shared_width=shared, **given)
     return Config(
         model=ModelConfig(vocabulary=64, width=D, layers=3, heads=4, kv_heads=2, head_width=8, mlp_width=48, moe=moe),
         mesh=MeshShape(data=data, expert=expert, seq=seq, tensor=tensor),
-        data=DataConfig(sequence=16, vocabulary=64),
+        data=DataConfig(sequence=16, vocabulary=64, documents=documents),
         train=TrainConfig(**{"batch": 32, "attention": "blockwise", "experts": ExpertsConfig(**dict(experts)), **train}),
     )
 
@@ -47,6 +47,7 @@ MORE = {
     "columns, replicated": run(2, 2, 1, 2, experts={"columns": True}, sequence_parallel=False, zero=2),
     "columns, ring": run(2, 2, 1, 2, remat="block", experts={"columns": True}, shared=24, collective_matmul=True),
     "expert choice": run(2, 2, 1, 2, remat="block", moe={"router": "expert_choice"}),
+    "expert choice, joined": run(1, 2, 2, 2, remat="block", moe={"router": "expert_choice"}, documents="joined"),
     "correction": run(2, 2, 1, 2, zero=3, accumulation=2, moe={"router": "sigmoid", "correction": True}),
     "every third": run(2, 2, 1, 2, remat="block", zero=2, accumulation=2, balance="layers", moe={"every": 3}),
     "data alone": run(8, 1, remat="block", zero=3),
