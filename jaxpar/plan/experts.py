@@ -75,6 +75,9 @@ def _dispatch(config: Config) -> list[Collective]:
         tokens *= config.mesh.tensor
     times = sparse_layers(config) * train.accumulation * train.interleave * experts.chunks
     again, counted_again = DISPATCHED_AGAIN[train.remat]
+    # A bias of `down` is multiplied by them, so that they are kept where all that matmuls multiply is, but in a narrower dtype.
+    multiplied = moe.biases and train.remat == "matmuls" and not experts.columns and train.compute_dtype == _wide(config)
+    weighed_again = 0 if multiplied else counted_again
     width, k, dtype = config.model.width, choices(config), train.compute_dtype
 
     def send(what: str, kind: str, count: int, elements: int, dtype: str) -> list[Collective]:
@@ -84,7 +87,7 @@ def _dispatch(config: Config) -> list[Collective]:
         whole = n * tokens
         return [
             *send("tokens, and gradients of results", "all_gather", 2 + again, whole * width, dtype),
-            *send("weights", "all_gather", 1 + counted_again, whole * k, _wide(config)),
+            *send("weights", "all_gather", 1 + weighed_again, whole * k, _wide(config)),
             *send("choices", "all_gather", 1 + counted_again, whole * k, "int32"),
             *send("results, and gradients of tokens", "reduce_scatter", 2, whole * width, dtype),
             *send("gradients of weights", "reduce_scatter", 1, whole * k, _wide(config)),
@@ -93,7 +96,7 @@ def _dispatch(config: Config) -> list[Collective]:
     if experts.dispatch == "capacity":
         rows, kind = moe.experts * min(tokens, math.ceil(experts.capacity_factor * tokens * k / moe.experts)), "all_to_all"
     found = send("tokens, results and their gradients", kind, 4 + again, rows * width, dtype)
-    found += send("weights and their gradients", kind, 2 + counted_again, rows, _wide(config))
+    found += send("weights and their gradients", kind, 2 + weighed_again, rows, _wide(config))
     if experts.dispatch == "ragged":
         for values in (moe.experts + n, 2 * n):
             found += send("counts", "all_to_all", 1 + counted_again, values, "int32")
