@@ -40,7 +40,7 @@ def attention(layer: Tree, x_BSD: jax.Array, batch: Tree, theta: float) -> jax.A
     q_BSKGH = q_BSNH.reshape(b, s, k_BSKH.shape[2], -1, h)
     scores_BKGST = jnp.einsum("bskgh,btkh->bkgst", q_BSKGH, k_BSKH) * h**-0.5
     segments_BS = batch["segments"]
-    same_BST = (segments_BS[:, :, None] == segments_BS[:, None, :]) & (segments_BS[:, :, None] > 0)
+    same_BST = (segments_BS[:, :, None] == segments_BS[:, None, :]) & (segments_BS[:, :, None] != 0)
     mask_BST = same_BST & jnp.tril(jnp.ones((s, s), bool))
     weights = jax.nn.softmax(jnp.where(mask_BST[:, None, None], scores_BKGST, -1e30), axis=-1)
     o_BSNH = jnp.einsum("bkgst,btkh->bskgh", weights, v_BSKH).reshape(b, s, n, h)

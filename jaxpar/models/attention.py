@@ -76,7 +76,7 @@ class Attention(nnx.Module):
             return self.cached_in_parts(q_BSNH, k_BSKH, v_BSKW, context, cache)
         rows, length = cache["key"].shape[:2]
         row_B1 = jnp.arange(rows, dtype=jnp.int32)[:, None]
-        slot_BS = jnp.where(segments_BS > 0, positions_BS, length)  # out of range, hence dropped
+        slot_BS = jnp.where(segments_BS != 0, positions_BS, length)  # out of range, hence dropped
         cache = {
             "key": cache["key"].at[row_B1, slot_BS].set(k_BSKH.astype(cache["key"].dtype), mode="drop"),
             "value": cache["value"].at[row_B1, slot_BS].set(v_BSKW.astype(cache["value"].dtype), mode="drop"),
@@ -106,7 +106,7 @@ class Attention(nnx.Module):
             cache = {name: old.at[:, :tokens].set(new[name].astype(old.dtype)) for name, old in cache.items()}
             return self.out(self.over_row(q_BSNH, k_BSKH, v_BSKW, context)), cache
         positions_BS, segments_BS, slots_M = (context.batch[name] for name in ("positions", "segments", "slots"))
-        mine_BM = (slots_M == positions_BS) & (segments_BS > 0)
+        mine_BM = (slots_M == positions_BS) & (segments_BS != 0)
         cache = {name: jnp.where(mine_BM[..., None, None], new[name].astype(old.dtype), old) for name, old in cache.items()}
         slots_BM = jnp.broadcast_to(slots_M, mine_BM.shape)
         marks = {

@@ -93,11 +93,12 @@ class MoE(nnx.Module):
 
     def __call__(self, x_BSD: jax.Array, context: Context) -> tuple[jax.Array, Aux]:
         """x as it lies between blocks -> (y likewise, aux). Sends what the dispatch sends, the shared expert's `enter` and `leave`, and
-        E + 1 counts a sequence over the axes that split its tokens."""
+        E counts a sequence over the axes that split its tokens."""
         batch, length, _ = x_BSD.shape
         valid_BS = self.valid(x_BSD, context)
+        real_BS = self.row_valid(valid_BS, context)
         logits_BSE = self.logits(self.jittered(x_BSD, context))
-        weights_TK, chosen_TK = self.routed(logits_BSE, valid_BS)
+        weights_TK, chosen_TK = self.routed(logits_BSE, valid_BS, real_BS)
         weights_BSK, chosen_BSK = (each.reshape(batch, length, -1) for each in (weights_TK, chosen_TK))
         if self.columns:
             y_BSD, lost = self.by_columns(x_BSD, weights_BSK, chosen_BSK)
@@ -107,19 +108,18 @@ class MoE(nnx.Module):
             y_BSD, lost, shared_BSD = self.dispatched(x_BSD, weights_BSK, chosen_BSK, beside)
         if shared_BSD is not None:
             y_BSD = y_BSD + shared_BSD
-        aux = self.aux(logits_BSE, chosen_TK.reshape(batch, length, -1), valid_BS)
+        aux = self.aux(logits_BSE, chosen_TK.reshape(batch, length, -1), valid_BS, real_BS.sum(1, dtype=jnp.int32))
         return y_BSD, {**aux, "overflow": lost.overflow, "dropped": lost.dropped}
 
-    def routed(self, logits_BSE: jax.Array, valid_BS: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Weights and experts of each token, ([T, K], [T, K]). Experts that choose need whole sequences: B S (E + 1) numbers are gathered
-        over the axes that split them, and K is E."""
+    def routed(self, logits_BSE: jax.Array, valid_BS: jax.Array, real_BS: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Weights and experts of each token, ([T, K], [T, K]). Experts that choose need whole sequences: B S E numbers are gathered over
+        the axes that split them, and K is E. `real_BS` are those sequences' `row_valid`."""
         experts = logits_BSE.shape[-1]
         if self.moe.router != "expert_choice":
             return router.select(router_of(self.moe), logits_BSE.reshape(-1, experts), value(self.correction), valid_BS.reshape(-1))
         length, axes = logits_BSE.shape[1], splitting(valid_BS)
-        seen_BSE, real_BS = jax.lax.stop_gradient(logits_BSE), valid_BS
-        if axes:
-            seen_BSE, real_BS = (collectives.all_gather(a, axes, 1) for a in (seen_BSE, real_BS))
+        seen_BSE = jax.lax.stop_gradient(logits_BSE)
+        seen_BSE = collectives.all_gather(seen_BSE, axes, 1) if axes else seen_BSE
         taken_BSE = router.taken(seen_BSE, max(1, seen_BSE.shape[1] * self.moe.per_token // experts), real_BS)
         if axes:
             taken_BSE = jax.lax.dynamic_slice_in_dim(taken_BSE, collectives.axis_index(axes) * length, length, axis=1)
@@ -190,17 +190,28 @@ class MoE(nnx.Module):
         length = x_BSD.shape[1]
         if "segments" not in context.batch:
             return jnp.zeros_like(x_BSD[..., 0], dtype=bool) | True
-        return (context.batch["segments"][:, self.boundary.tokens(length)] > 0) | jnp.zeros_like(x_BSD[..., 0], dtype=bool)
+        return (context.batch["segments"][:, self.boundary.tokens(length)] != 0) | jnp.zeros_like(x_BSD[..., 0], dtype=bool)
 
-    def aux(self, logits_BSE: jax.Array, chosen_BSK: jax.Array, valid_BS: jax.Array) -> Aux:
+    def row_valid(self, valid_BS: jax.Array, context: Context) -> jax.Array:
+        """The same of all tokens of the rows, of which this device may have some: bool [B, S]. Read from segments, which every device of
+        `tensor` has of all of its tokens, and where `seq` splits rows from `segments_row`: each layer would else send what all know."""
+        (batch, length), axes = valid_BS.shape, splitting(valid_BS)
+        if "segments" not in context.batch:
+            return collectives.vary_like(jnp.ones((batch, length * collectives.axis_size(axes)), bool), valid_BS)
+        segments_BS = context.batch.get("segments_row", context.batch["segments"])
+        if SEQ in axes and "segments_row" not in context.batch:
+            segments_BS = collectives.all_gather(segments_BS, SEQ, 1)
+        return collectives.vary_like(segments_BS != 0, valid_BS)
+
+    def aux(self, logits_BSE: jax.Array, chosen_BSK: jax.Array, valid_BS: jax.Array, tokens_B: jax.Array) -> Aux:
         """What the router's losses and metrics need, additive over sequences and devices: `load` [E] int32, `share` [E], and the sums
-        over sequences of `balance` and of the means over a sequence's tokens of `z` and `entropy`."""
+        over sequences of `balance` and of the means over a sequence's tokens of `z` and `entropy`. `tokens` [B] are those of each whole row
+        that are no padding."""
         experts, axes = self.moe.experts, splitting(valid_BS)
         score_BSE = router.scores(logits_BSE, self.moe.router)
-        load_BE, tokens_B = router.count(chosen_BSK, experts), valid_BS.sum(1, dtype=jnp.int32)
-        share_BE = router.shares(score_BSE, valid_BS)
-        whole_BE, whole_B = (collectives.all_reduce(a, axes) if axes else a for a in (load_BE, tokens_B))
-        whole_BE, whole_B = (collectives.vary_like(a, tokens_B) for a in (whole_BE, whole_B))
+        load_BE, share_BE = router.count(chosen_BSK, experts), router.shares(score_BSE, valid_BS)
+        whole_BE = collectives.all_reduce(load_BE, axes) if axes else load_BE
+        whole_BE, whole_B = (collectives.vary_like(a, share_BE) for a in (whole_BE, tokens_B))
         mean_B = 1 / jnp.maximum(whole_B, 1).astype(share_BE.dtype)
         return {
             "load": load_BE.sum(0, dtype=jnp.int32),

@@ -18,7 +18,8 @@ What moves data between one device and itself is left out: an axis of size 1 cos
     permute        each device sends its A to one other
     axis_index, axis_size
     barrier        values that exist only together; moves nothing
-    value_barrier, gradient_barrier    the same of the forward alone, of the backward alone
+    distinct, anew values that XLA takes for others; move nothing
+    value_barrier, gradient_barrier    `barrier` of the forward alone, of the backward alone
 """
 
 from __future__ import annotations
@@ -77,6 +78,28 @@ def barrier(tree: Any) -> Any:
         for place, value in zip(places, lax.optimization_barrier([leaves[place] for place in places]), strict=True):
             leaves[place] = value
     return jax.tree.unflatten(structure, leaves)
+
+
+def distinct(tree: Any) -> Any:
+    """The same values, which XLA takes for others: what is computed from them is not merged with the same of the originals, as a second
+    gather would be with the first. A barrier each; on CPUs, where XLA drops barriers before it last merges equal operations, a choice that
+    only run time makes."""
+
+    def chosen(x: jax.Array) -> jax.Array:
+        return _chosen(x, x.reshape(-1)[0])
+
+    return jax.tree.map(lambda x: lax.platform_dependent(x, cpu=chosen, default=lax.optimization_barrier) if x.size else x, tree)
+
+
+def anew(x: jax.Array, turn: jax.Array | None) -> jax.Array:
+    """The same values, which XLA takes for others in each `turn` of a loop: what is sent of them is sent in each. On CPUs alone, whose
+    compiler would send it once before the loop; that for GPUs does not."""
+    return x if turn is None else lax.platform_dependent(x, turn, cpu=_chosen, default=lambda x, _: x)
+
+
+def _chosen(x: jax.Array, number: jax.Array) -> jax.Array:
+    """x, by a condition that always holds, which XLA does not see."""
+    return jnp.where((number.astype(jnp.int32) | 1) != 0, x, jnp.zeros_like(x))
 
 
 @jax.custom_vjp

@@ -38,10 +38,10 @@ class Saved:
         return [c.of_layer(at.layer) for c in self.context]
 
     def of(self, at: Place, dys: Any) -> tuple[Any, Any]:
-        """dys, and the layer's kept values; where no loop ran the layer forward, or one that XLA unrolls, behind a barrier: it would keep
-        what is to be computed again."""
+        """dys, and the layer's kept values; where no loop ran the layer forward, or one that XLA unrolls, behind a barrier and told apart
+        from the forward's: it would keep what is to be computed again."""
         kept, turns = runs.stored(self.parts, at), len(self.runs[at.run].groups)
-        return (dys, kept) if at.in_loop or turns >= runs.FEWEST_TURNS else collectives.barrier((dys, kept))
+        return (dys, kept) if at.in_loop or turns >= runs.FEWEST_TURNS else collectives.barrier((dys, collectives.distinct(kept)))
 
     def backward(
         self, at: Place, weights: Tree, kept: Any, dys: tuple[Any, ...], daux: list[Any], due: Tree = None

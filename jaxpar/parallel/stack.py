@@ -142,7 +142,7 @@ class LayerStack:
 
         def step(at: Place, kept: Any, dys: Any, weights: Tree, ahead: bool) -> tuple[Any, Tree, Tree]:
             """dx of a layer, its gradients, and the weights of the layer before."""
-            dys, shards = _ahead(saved.runs, at, dys, layers, at.layer - 1) if ahead else (dys, None)
+            dys, shards = _ahead(saved.runs, at, dys, layers, at.layer - 1, again=True) if ahead else (dys, None)
             following = self._whole(shards) if ahead else None
             return saved.backward(at, weights if gathered else pick(layers, at.layer), kept, dys, daux, following)
 
@@ -158,7 +158,8 @@ class LayerStack:
         dys = stacked.cut(dy, self.parts)
         kept = saved.last if saved.last is not None else runs.stored(saved.parts, at)
         # Behind a barrier, or what the forward did not keep would be kept after all.
-        dys, kept, shards, _ = collectives.barrier((dys, kept, self._shards_again(layers) if gathered else {}, before))
+        again = collectives.distinct((kept, self._shards_again(layers) if gathered else {}))
+        dys, (kept, shards), _ = collectives.barrier((dys, again, before))
         weights = {**saved.weights, **self._whole(shards)} if saved.weights is not None else None
         dys, waiting, weights = step(at, kept, dys, weights, gathered and end > 0)
         if grads is None:
@@ -251,13 +252,15 @@ class LayerStack:
         return apply(layers, x, context)
 
 
-def _ahead(order: Sequence[Run], at: Place, values: Any, layers: Tree, i: Any) -> tuple[Any, Tree]:
+def _ahead(order: Sequence[Run], at: Place, values: Any, layers: Tree, i: Any, again: bool = False) -> tuple[Any, Tree]:
     """(values, shards of layer i), to be gathered behind what is at `at`: not before the values are there, where it would be. In a group of
-    several layers all would be gathered with the first's; outside a loop, the forward's gather would be taken and kept until the backward.
-    """
+    several layers all would be gathered with the first's; outside a loop, the forward's gather would be taken and kept until the backward,
+    which gathers `again`."""
     if at.in_loop:
         return pick_after(values, layers, i) if len(order[at.run].kinds) > 1 else (values, pick(layers, i))
     short = (run for run in order if len(run.groups) < runs.FEWEST_TURNS)  # no loops of the forward, or such as XLA unrolls
     alone = {0, *(at.layer + 1 for run in short for at in runs.places(run))}
     shards = pick(layers, i)
+    if i in alone and again:  # what varies over fewer axes than the values does not wait for them, and both barriers would be one
+        shards = collectives.distinct(shards)
     return collectives.barrier((values, shards)) if i in alone else (values, shards)

@@ -75,6 +75,9 @@ def _dispatch(config: Config) -> list[Collective]:
         tokens *= config.mesh.tensor
     times = sparse_layers(config) * train.accumulation * train.interleave * experts.chunks
     again, counted_again = DISPATCHED_AGAIN[train.remat]
+    # A bias of `down` is multiplied by them, so that they are kept where all that matmuls multiply is, but in a narrower dtype.
+    multiplied = moe.biases and train.remat == "matmuls" and not experts.columns and train.compute_dtype == _wide(config)
+    weighed_again = 0 if multiplied else counted_again
     width, k, dtype = config.model.width, choices(config), train.compute_dtype
 
     def send(what: str, kind: str, count: int, elements: int, dtype: str) -> list[Collective]:
@@ -84,7 +87,7 @@ def _dispatch(config: Config) -> list[Collective]:
         whole = n * tokens
         return [
             *send("tokens, and gradients of results", "all_gather", 2 + again, whole * width, dtype),
-            *send("weights", "all_gather", 1 + counted_again, whole * k, _wide(config)),
+            *send("weights", "all_gather", 1 + weighed_again, whole * k, _wide(config)),
             *send("choices", "all_gather", 1 + counted_again, whole * k, "int32"),
             *send("results, and gradients of tokens", "reduce_scatter", 2, whole * width, dtype),
             *send("gradients of weights", "reduce_scatter", 1, whole * k, _wide(config)),
@@ -93,7 +96,7 @@ def _dispatch(config: Config) -> list[Collective]:
     if experts.dispatch == "capacity":
         rows, kind = moe.experts * min(tokens, math.ceil(experts.capacity_factor * tokens * k / moe.experts)), "all_to_all"
     found = send("tokens, results and their gradients", kind, 4 + again, rows * width, dtype)
-    found += send("weights and their gradients", kind, 2 + counted_again, rows, _wide(config))
+    found += send("weights and their gradients", kind, 2 + weighed_again, rows, _wide(config))
     if experts.dispatch == "ragged":
         for values in (moe.experts + n, 2 * n):
             found += send("counts", "all_to_all", 1 + counted_again, values, "int32")
@@ -128,22 +131,16 @@ def _columns(config: Config) -> list[Collective]:
 
 
 def _counts(config: Config, compiled: bool) -> list[Collective]:
-    """Choices and tokens of each row, over the axes that split it; of a whole microbatch over all, where the balancing loss wants that.
+    """Choices of each row, over the axes that split it; of a whole microbatch over all, where the balancing loss wants that.
 
-    Compiled, a backward counts choices again only where the balancing loss reads those of a row, and tokens not at all where rows have no
-    padding. Where they have, XLA takes their counts out of the loop over layers, which is left out: some bytes a row are then missing."""
+    Compiled, a backward counts choices again only where the balancing loss reads those of a row."""
     train, moe, (rows, _), split = config.train, config.model.moe, _rows(config), _token_axes(config)
     times, again = sparse_layers(config) * train.accumulation * train.interleave, int(train.remat != "none")
-    loads, tokens = (1 + again) * times, 2 * times
-    if compiled:
-        loads = (1 + again * (moe.balance == "sequence")) * times
-        tokens *= config.data.documents == "isolated"
+    loads = (1 + (again * (moe.balance == "sequence") if compiled else again)) * times
     found = _sent(config, "load of a row", "all_reduce", split, loads, rows * moe.experts, "int32")
-    found += _sent(config, "tokens of a row", "all_reduce", split, tokens, rows, "int32")
     if moe.router == "expert_choice":
-        shards, seen = math.prod(getattr(config.mesh, axis) for axis in split), rows * _rows(config)[1]
-        for values, dtype in ((moe.experts, _wide(config)), (1, "bool")):
-            found += _sent(config, "what experts choose from", "all_gather", split, (1 + again) * times, shards * seen * values, dtype)
+        seen = math.prod(getattr(config.mesh, axis) for axis in split) * math.prod(_rows(config)) * moe.experts
+        found += _sent(config, "what experts choose from", "all_gather", split, (1 + again) * times, seen, _wide(config))
     if moe.balance != "sequence":
         found += _sent(
             config,

@@ -50,8 +50,7 @@ def step_traffic(config: Config, compiled: bool = False) -> list[Collective]:
     """Every collective of one training step, in no particular order: as it is written, or as it is `compiled`, where XLA drops the gathers
     of biases that nobody reads, and experts' counts likewise.
 
-    `element-wise` optimizers (adamw, lion, sgd) send nothing. XLA may move what a loop repeats unchanged out of it: ZeRO-3's gathers of
-    embedding, norm, head, first and last layer then happen once a step instead of once a microbatch.
+    `element-wise` optimizers (adamw, lion, sgd) send nothing.
     """
     found = [each for weight in weights(config) for each in [*_gathers(config, weight, compiled), *_reductions(config, weight)]]
     return [
@@ -92,12 +91,21 @@ def _gathers(config: Config, weight: Weight, compiled: bool) -> list[Collective]
 
 
 def _read_backward(config: Config, weight: Weight) -> bool:
-    """Whether a layer's backward reads a weight: all but biases whose sums it does not compute again, as what one layer gives to the next.
-    Experts' biases are factors of products, which it reads."""
-    if weight.role != "bias" or (config.model.moe.experts and "/mlp/" in weight.name):
+    """Whether a layer's backward reads a weight: all but biases whose sums it does not compute again, as what one layer gives
+    to the next."""
+    if weight.role != "bias":
         return True
+    if config.model.moe.experts and "/mlp/" in weight.name:
+        return _expert_bias_read(config, weight.name.rsplit("/", 1)[1])
     chunked = 0 < config.train.mlp_chunk < config.data.sequence // config.mesh.seq and "/mlp/" in weight.name
     return not weight.name.endswith("/down_bias") and (config.train.remat != "none" or chunked)
+
+
+def _expert_bias_read(config: Config, name: str) -> bool:
+    """The same of biases beside experts. That of `down` is a factor of the router's gradient. Of gate and up each row's is the output of a
+    matmul, kept as others are: but with capacity, where rows are at fixed places and it depends on the bias alone."""
+    remat, kept = config.train.remat, config.train.experts.dispatch != "capacity" and name in ("gate_bias", "up_bias")
+    return name == "down_bias" or (remat != "none" and not (kept and remat in ("matmuls", "outputs")))
 
 
 def _reductions(config: Config, weight: Weight) -> list[Collective]:

@@ -91,7 +91,7 @@ class Rows:
     """Row i reads tokens i S to i S + S of the stream, one more than it feeds in, so that every token is an input once and a label once.
 
     ids       S tokens; 0 where padded
-    segments  1, 2, … for the pieces of documents in the row; 0 is padding (the end of the last row)
+    segments  1, 2, … for the pieces of documents in the row; 0, and only 0, is padding (the end of the last row)
     positions count from 0 in each piece; padding has its place in the row, behind every real token, so that causality alone hides it
     labels    the next token, −1 where that belongs to another document or is padding; a document's last token is a label too
     """

@@ -102,7 +102,7 @@ class Gradients:
                 more, grads = microbatch(grads, batch)
                 return (jax.tree.map(jnp.add, sums, more), grads), None
 
-            (sums, grads), _ = lax.scan(add, start, batch)
+            (sums, grads), _ = lax.scan(add, start, batch | {"turn": jnp.arange(train.accumulation, dtype=jnp.int32)})
 
         if train.zero == 1:
             grads = zero.scatter(grads, places, reduction)
@@ -114,7 +114,7 @@ class Gradients:
         self, weights: Tree, held: Tree, scale: jax.Array, key: jax.Array, grads: Tree | None, batch: dict[str, jax.Array]
     ) -> tuple[Metrics, Tree]:
         """Forward and backward of one microbatch: this device's sums of losses, and its gradients added to `grads`. `held` is the state of
-        the layers.
+        the layers; where there are several, `batch` has its number as `turn`.
 
         Forward and backward are composed by hand rather than by `jax.grad`, because the layers' gradients go straight into the float32
         buffer that the microbatches share; a cotangent would have the dtype of the weights and be added afterwards.
@@ -124,10 +124,10 @@ class Gradients:
         columns = self.columns(weights, batch["ids"])
         if train.zero == 3:
             cast = {"embedding": jax.tree.map(lambda w: w.astype(train.compute_dtype), outer.pop("embedding"))} if columns else {}
-            outer = cast | zero.gather(outer, {name: self.places[name] for name in outer}, train.compute_dtype)
+            outer = cast | zero.gather(outer, {name: self.places[name] for name in outer}, train.compute_dtype, batch.get("turn"))
         table = {"embedding": outer["embedding"]}
         head = outer if self.config.model.tied else {name: part for name, part in outer.items() if name != "embedding"}
-        stack: Any = self.stack()
+        stack: Any = self.stack(batch.get("turn"))
         context = self.context(key, batch, held)
 
         x, embed_backward = jax.vjp(lambda p: self.functions.embed(p, batch["ids"], context, columns), table)
@@ -188,17 +188,18 @@ class Gradients:
         shards = self.mesh.shape[TENSOR] if self.config.train.sequence_parallel else 1
         return split[1] if ids_BS.size <= rows * shards else ()
 
-    def stack(self) -> LayerStack | Chain:
-        """The layers with this run's remat policy, interleaving and ZeRO; a chain where dense ones come first."""
+    def stack(self, turn: jax.Array | None = None) -> LayerStack | Chain:
+        """The layers with this run's remat policy, interleaving and ZeRO; a chain where dense ones come first. `turn`: in a loop over
+        microbatches."""
         places, found = self.trained(self.places)["layers"], pattern.segments(self.config.model)
-        return linked({each.name: self.stack_of(each, places if len(found) == 1 else places[each.name]) for each in found})
+        return linked({each.name: self.stack_of(each, places if len(found) == 1 else places[each.name], turn) for each in found})
 
-    def stack_of(self, segment: pattern.Segment, places: Tree) -> LayerStack:
+    def stack_of(self, segment: pattern.Segment, places: Tree, turn: jax.Array | None) -> LayerStack:
         """One stack, whose parameters lie in `places`."""
         train = self.config.train
         gather: Callable[[Tree], Tree] | None = None
         if train.zero == 3:
-            gather = lambda shards: zero.gather_layer(shards, {name: places[name] for name in shards}, train.compute_dtype)  # noqa: E731
+            gather = lambda shards: zero.gather_layer(shards, {name: places[name] for name in shards}, train.compute_dtype, turn)  # noqa: E731
         reduce: Callable[[Tree], Tree] | None = None
         if train.zero >= 2:
             reduce = lambda grads: zero.scatter_layer(grads, places, train.reduce_dtype)  # noqa: E731

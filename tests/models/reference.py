@@ -39,7 +39,7 @@ def attention(p, x_BSD, batch, window, config):
     positions, segments = batch["positions"], batch["segments"]
     distance = positions[:, :, None] - positions[:, None, :]
     seen = (distance >= 0) | (positions < config.prefix)[:, None, :]
-    seen &= (segments[:, :, None] == segments[:, None, :]) & (segments[:, :, None] > 0)
+    seen &= (segments[:, :, None] == segments[:, None, :]) & (segments[:, :, None] != 0)
     if window:
         seen &= distance < window
     seen = seen[:, None]
@@ -67,7 +67,7 @@ def mlp(p, x_BSD, config):
 def moe(p, x_BSD, batch, config):
     """(y, balancing loss of each sequence [B], z-loss [B], load [B, E]): every token through every expert, times a matrix of weights."""
     moe = config.moe
-    valid = batch["segments"] > 0
+    valid = batch["segments"] != 0
     logits = jnp.einsum("bsd,ed->bse", x_BSD, p["router"]) + (p["router_bias"] if moe.biases else 0)
     score = 1 / (1 + jnp.exp(-logits)) if moe.router == "sigmoid" else jnp.exp(logits) / jnp.exp(logits).sum(-1, keepdims=True)
     rank = (logits[..., None, :] > logits[..., :, None]).sum(-1)

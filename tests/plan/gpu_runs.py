@@ -1,6 +1,6 @@
 """Small runs on 8 to 64 GPUs over meshes, ZeRO levels, boundaries, recomputation, accumulation and interleaving.
 
-Five layers, for XLA unrolls a loop of one iteration and then gathers a layer once for both passes.
+Five layers, so that both passes have a loop over them; fewer: `tests/train/test_traffic_of_step.py`, `test_gpu_context.py`.
 """
 
 import dataclasses

@@ -79,6 +79,7 @@ COMPILED = {
     "sinks, a prefix, wide values": step(zero=0, windows=(9,), model=MORE),
     "windows that alternate": step(zero=0, windows=(9, 0), layout="contiguous", layers=4, attention_block=4),
     "windows that alternate, zigzag": step(zero=1, windows=(9, 0), layers=4, attention_block=4),
+    "windows that leave no loop": step(zero=3, windows=(9, 0), layout="contiguous", layers=3, attention_block=4),
 }
 QUICK = ("usp", "windows that alternate")
 

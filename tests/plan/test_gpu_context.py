@@ -66,6 +66,13 @@ def test_layers_with_windows_of_their_own():
     assert calls == {"fmhaSoftmax": 3 * 1 + 2 * 4, "fmhaSoftmaxBackward": 3 * 1 + 2 * 4} and done.at_most == 0
 
 
+def test_layers_with_windows_that_leave_no_loop():
+    """ZeRO-3's gathers of norm weights, which vary over fewer axes than activations, are the backward's own too."""
+    config = small("ring", "contiguous", interleave=1, remat="matmuls")
+    config = dataclasses.replace(config, model=dataclasses.replace(config.model, windows=(128, 0), layers=3))
+    check_sent(compiling.compile_run(config, hardware.load("h100")))
+
+
 def transfers(text):
     """Of every permute of the program, what stands between its start and its done: attention, else matrix products, else other kernels."""
     behind = []

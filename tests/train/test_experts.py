@@ -88,6 +88,26 @@ def test_remat_accumulation_and_interleaving(train):
     check(runs.config(model=MODEL, **train), MODEL)
 
 
+def test_only_segment_0_is_padding():
+    """Documents may have any other number: the same losses, counts and gradients with negative ones. Control: one more token that is 0."""
+    run = runs.config(model=MODELS["softmax"])
+    built, batch, (metrics, grads) = runs.training(run), runs.batch(run), runs.gradients(run)
+    program = jax.jit(built.gradients)
+
+    def given(segments):
+        return jax.device_get(
+            program(runs.place_params(built), runs.place(built, batch | {"segments": segments}), jnp.asarray(3, jnp.int32))
+        )
+
+    other, other_grads = given(-batch["segments"])
+    assert all(np.array_equal(metrics[name], other[name]) for name in metrics) and runs.gap(other_grads, grads)[0] == 0
+    real = int((batch["segments"] != 0).sum())
+    assert metrics["expert_load"].sum() == MODEL.layers * MODEL.moe.per_token * real
+    shorter = batch["segments"].copy()
+    shorter[0, 0, 0] = 0
+    assert given(shorter)[0]["expert_load"].sum() == MODEL.layers * MODEL.moe.per_token * (real - 1)
+
+
 def test_dropped_choices_are_a_share_of_all():
     """With half the balanced capacity: by plain counting of the load that the metrics report; the loss is finite and every gradient too."""
     config = model(per_token=2, correction=True)
