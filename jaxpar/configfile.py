@@ -180,15 +180,18 @@ def _build(section: type, raw: Any, prefix: str) -> Any:
 
 
 def _unknown(path: str, prefix: str, hints: Mapping[str, Any]) -> str:
-    """The nearest key is looked for among its siblings first, then by its last word anywhere."""
-    word = path.rpartition(".")[2]
-    siblings = difflib.get_close_matches(word, hints, n=1, cutoff=0.6)
-    if siblings:
-        return f"{path}: no such key; the nearest valid one is {f'{prefix}.' if prefix else ''}{siblings[0]}"
-    everywhere = {name.rpartition(".")[2]: name for name in reversed(_names(Config, ""))}
-    elsewhere = difflib.get_close_matches(word, everywhere, n=1, cutoff=0.8)
-    if elsewhere:
-        return f"{path}: no such key; the nearest valid one is {everywhere[elsewhere[0]]}"
+    """The nearest key: one of the same word anywhere, this section's own first; else the most alike here, where one of a section in this
+    one is also known as section_key; else by its last word anywhere."""
+    word, names, here = path.rpartition(".")[2], _names(Config, ""), f"{prefix}." if prefix else ""
+    same = sorted((name for name in names if name.rpartition(".")[2] == word), key=lambda name: not name.startswith(here))
+    below = {name.removeprefix(here).replace(".", "_"): name for name in names if prefix and name.startswith(here)}
+    around = {**below, **{key: here + key for key in hints}}
+    near = difflib.get_close_matches(word, around, n=1, cutoff=0.6)
+    everywhere = {name.rpartition(".")[2]: name for name in reversed(names)}
+    far = difflib.get_close_matches(word, everywhere, n=1, cutoff=0.8)
+    found = same[:1] or [around[key] for key in near] or [everywhere[key] for key in far]
+    if found:
+        return f"{path}: no such key; the nearest valid one is {found[0]}"
     return f"{path}: no such key; {prefix or 'a run file'} has {', '.join(hints)}"
 
 
@@ -213,7 +216,7 @@ def _value(hint: Any, value: Any, path: str) -> Any:
     if typing.get_origin(hint) is tuple:
         element = typing.get_args(hint)[0]
         if not isinstance(value, list | tuple):
-            raise ValueError(f"{path}: {value!r} is {_kind(value)}, not a list such as [1, 2]")
+            raise ValueError(f"{path}: {value!r} is {_kind(value)}, not a list such as {'[a, b]' if element is str else '[1, 2]'}")
         return tuple(_value(element, item, f"{path}[{place}]") for place, item in enumerate(value))
     if hint is float and type(value) in (int, float):
         if not -sys.float_info.max <= value <= sys.float_info.max:

@@ -144,7 +144,7 @@ def _check_experts(config: Config) -> None:
     k, factor = config.model.moe.per_token, experts.capacity_factor
     if experts.dispatch == "capacity" and factor < 1 / k:
         tokens = train.batch * config.data.sequence
-        alone = round(tokens * (1 - k * factor))
+        alone = math.ceil(tokens * (1 - k * factor))
         raise ValueError(
             f"train.experts.capacity_factor: {factor} is below 1/k = {1 / k:g}: at least {1 - factor:.0%} of all "
             f"choices would be dropped, and about {alone:,} of a step's {tokens:,} tokens or more would pass no expert; use 1 or more"

@@ -286,9 +286,11 @@ def test_check_run_takes_experts_that_divide():
 @pytest.mark.parametrize(
     "field, value, message",
     [
-        ("axes", (TENSOR,), r"train.experts.axes: \('tensor',\) is not one of"),
+        ("axes", (TENSOR,), r"train.experts.axes: \[tensor\] is not one of \[expert\], \[expert, tensor\], \[expert, seq, tensor\]$"),
         ("dispatch", "alltoall", r"train.experts.dispatch: 'alltoall' is not one of ragged, capacity, gather"),
         ("buffer_factor", 0.5, r"train.experts.buffer_factor: 0.5 must be at least 1"),
+        ("buffer_factor", float("inf"), r"train.experts.buffer_factor: inf must be .* finite$"),
+        ("capacity_factor", float("inf"), r"train.experts.capacity_factor: inf must be .* finite$"),
         ("capacity_factor", 0.0, r"train.experts.capacity_factor: 0.0 must be positive"),
         ("chunks", 0, r"train.experts.chunks: 0 must be at least 1"),
         ("priority", "first", r"train.experts.priority: 'first' is not one of position, weight"),

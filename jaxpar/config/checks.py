@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 
 def require(condition: bool, message: str) -> None:
@@ -12,7 +13,12 @@ def require(condition: bool, message: str) -> None:
 
 
 def one_of(name: str, value: object, choices: tuple[object, ...]) -> None:
-    require(value in choices, f"{name}: {value!r} is not one of {', '.join(map(str, choices))}")
+    require(value in choices, f"{name}: {_yaml(value, repr)} is not one of {', '.join(_yaml(choice, str) for choice in choices)}")
+
+
+def _yaml(value: object, otherwise: Callable[[object], str]) -> str:
+    """A list as a run file has it."""
+    return f"[{', '.join(map(str, value))}]" if isinstance(value, tuple) else otherwise(value)
 
 
 def divisors(number: int) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from jaxpar.config.checks import one_of, require
@@ -28,8 +29,11 @@ class ExpertsConfig:
     def __post_init__(self) -> None:
         one_of("train.experts.axes", self.axes, (("expert",), ("expert", "tensor"), ("expert", "seq", "tensor")))
         one_of("train.experts.dispatch", self.dispatch, ("ragged", "capacity", "gather"))
-        require(self.buffer_factor >= 1, f"train.experts.buffer_factor: {self.buffer_factor} must be at least 1, the balanced load")
-        require(self.capacity_factor > 0, f"train.experts.capacity_factor: {self.capacity_factor} must be positive")
+        require(
+            1 <= self.buffer_factor < math.inf,
+            f"train.experts.buffer_factor: {self.buffer_factor} must be at least 1, the balanced load, and finite",
+        )
+        require(0 < self.capacity_factor < math.inf, f"train.experts.capacity_factor: {self.capacity_factor} must be positive and finite")
         one_of("train.experts.priority", self.priority, ("position", "weight"))
         require(self.chunks >= 1, f"train.experts.chunks: {self.chunks} must be at least 1")
         require(

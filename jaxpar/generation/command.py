@@ -113,6 +113,7 @@ def text(
 
     Raises ValueError as `generate`. Warns where a sequence may grow past what its rope was scaled for.
     """
+    require(not isinstance(prompts, str), f"prompts: {prompts!r} is one string; give a list of them")
     ids = [tokenizer.encode(prompt) for prompt in prompts]
     for prompt, encoded in zip(prompts, ids):
         require(len(encoded) > 0, f"prompt: {prompt!r} holds no token; give some text")

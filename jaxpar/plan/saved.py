@@ -45,10 +45,13 @@ def expert_tokens(config: Config) -> int:
 
 
 def expert_rows(config: Config) -> int:
-    """R: choices of a device's tokens, or what their buffer holds."""
-    experts, ways = config.train.experts, math.prod(getattr(config.mesh, axis) for axis in config.train.experts.axes)
-    factor = experts.capacity_factor if experts.dispatch == "capacity" else experts.buffer_factor if ways > 1 else 1
-    return math.ceil(factor * expert_tokens(config) * choices(config))
+    """R: what the buffers of all chunks of a device's tokens hold, never more than all choices that could come."""
+    experts, count, k = config.train.experts, config.model.moe.experts, choices(config)
+    ways, tokens = math.prod(getattr(config.mesh, axis) for axis in experts.axes), expert_tokens(config) // experts.chunks
+    if experts.dispatch == "capacity":
+        return experts.chunks * count * min(tokens, math.ceil(experts.capacity_factor * tokens * k / count))
+    worst = ways * tokens * min(k, count // ways)
+    return experts.chunks * (min(worst, math.ceil(experts.buffer_factor * tokens * k)) if ways > 1 else worst)
 
 
 def _sizes(config: Config) -> tuple[int, int]:

@@ -24,7 +24,7 @@ SAME = {
     "data": ("seed", "shuffle", "sequence", "documents"),
     "train": ("batch",),
     "model": (
-        *("rope", "norm_eps", "norm_one_plus", "activation", "windows"),
+        *("rope", "norm_eps", "norm_one_plus", "activation", "windows", "prefix"),
         *("score_scale", "score_softcap", "logit_softcap", "embedding_scale"),
         *("moe.activation", "moe.per_token", "moe.router", "moe.normalise", "moe.scale"),
         *("moe.groups", "moe.kept_groups", "moe.group_best"),

@@ -8,6 +8,7 @@ import pytest
 
 from jaxpar.compilation import without_cache
 from jaxpar.config import Config, DataConfig, ExpertsConfig, MeshShape, ModelConfig, MoeConfig, TrainConfig
+from jaxpar.parallel.expert import Dispatch
 from jaxpar.plan import buffers, formulas, memory, peak, saved, working
 from jaxpar.plan.hlo import parse
 
@@ -219,3 +220,19 @@ def test_shapes_of_a_parameter():
     shapes = memory.weight_shapes(config())  # 8 layers, 4 replicas, 4 of 8 heads on a device
     assert {(512, 512), (128, 512), (4, 128, 512), (8, 512, 512), (7, 512, 512), (4, 64, 512), (256, 512)} <= shapes
     assert not {(2, 1024, 512), (512, 1024, 4), (8, 1024, 512), (4, 512, 1024)} & shapes, "tokens"
+
+
+@pytest.mark.parametrize("router", ["softmax_topk", "expert_choice"])
+@pytest.mark.parametrize("dispatch, factor", [("ragged", 1.5), ("ragged", 64.0), ("gather", 3.0), ("capacity", 1.25), ("capacity", 40.0)])
+@pytest.mark.parametrize("ways, chunks", [(1, 1), (2, 1), (8, 4)])
+def test_rows_of_experts_are_those_of_the_dispatch(router, dispatch, factor, ways, chunks):
+    """Of all chunks, whatever room is asked for: never more than all that could come."""
+    moe, experts = MoeConfig(experts=8, width=512, router=router), {"dispatch": dispatch, "chunks": chunks}
+    experts = ExpertsConfig(**experts, buffer_factor=factor, capacity_factor=factor)
+    run = dataclasses.replace(
+        config(experts=experts), model=dataclasses.replace(MODEL, moe=moe), mesh=MeshShape(data=8 // ways, expert=ways)
+    )
+    tokens, k = saved.expert_tokens(run) // chunks, 8 if router == "expert_choice" else 2
+    built = Dispatch(experts=8, axes=("expert",), method=dispatch, buffer_factor=factor, capacity_factor=factor, chunks=chunks)
+    rows = 8 * built.capacity(tokens, k) if dispatch == "capacity" else built.rows(tokens, k, ways)
+    assert saved.expert_rows(run) == chunks * rows

@@ -7,10 +7,13 @@ import numpy as np
 import pytest
 
 from jaxpar import configfile
+from jaxpar.config import ModelConfig, MoeConfig
+from jaxpar.models.decoder import declared
+from jaxpar.params import flatten
 from jaxpar.train import loop
 from jaxpar.train.checkpoint import Checkpoints
 from jaxpar.train.corpus import write_tokens
-from jaxpar.train.resume import check_same
+from jaxpar.train.resume import SAME, check_same
 
 
 def test_a_changed_corpus_does_not_replace_the_tokenizer(tmp_path):
@@ -131,3 +134,31 @@ def test_a_run_that_diverges_says_so(tmp_path, capsys):
     calm = dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, learning_rate=1e-3))
     assert loop.train(calm, jax.devices()[:1]) == 0
     assert "skipped" not in capsys.readouterr().out
+
+
+DENSE = ModelConfig(vocabulary=61, width=32, layers=4, heads=4, kv_heads=2, head_width=8, mlp_width=48)
+SPARSE = dataclasses.replace(DENSE, moe=MoeConfig(experts=4, width=24))
+SHOWN = {  # by a leaf's shape, or by a leaf that is there or is not
+    **{"vocabulary": 62, "width": 64, "layers": 8, "heads": 8, "kv_heads": 4, "head_width": 6, "value_head_width": 4, "mlp_width": 40},
+    **dict.fromkeys(("qk_norm", "qkv_bias", "output_bias", "mlp_bias", "tied", "sinks", "moe.correction", "moe.biases"), True),
+    **{"moe.experts": 8, "moe.width": 16, "moe.shared_width": 8, "moe.dense_layers": 2, "moe.every": 2},
+}
+ONLY_TRAINING = {"dropout", "init_std", "moe.balance", "moe.balance_weight", "moe.z_weight", "moe.correction_rate", "moe.jitter"}
+
+
+def test_whatever_changes_what_weights_mean_is_refused():
+    """Each field of a model is held to be the same, is seen in the shapes of parameters, or matters to training alone."""
+    fields = {field.name for field in dataclasses.fields(ModelConfig)} - {"moe"}
+    fields |= {f"moe.{field.name}" for field in dataclasses.fields(MoeConfig)}
+    groups = [set(SAME["model"]), set(SHOWN), ONLY_TRAINING]
+    assert fields == set.union(*groups) and len(fields) == sum(map(len, groups))
+
+    def shapes(model):
+        return {path: leaf.shape for path, leaf in flatten(declared(model, 1))}
+
+    for name, value in SHOWN.items():
+        _, moe, field = name.rpartition("moe.")
+        base = SPARSE if moe else DENSE
+        changed = dataclasses.replace(base, moe=dataclasses.replace(base.moe, **{field: value})) if moe else base
+        changed = changed if moe else dataclasses.replace(base, **{name: value})
+        assert shapes(changed) != shapes(base), name
