@@ -34,8 +34,8 @@ def run(model: ModelConfig, sequence: int, mesh: MeshShape | None = None, **trai
 
 
 def by_level(level: int) -> Training:
-    """Two microbatches, one for ZeRO-3."""
-    return run(WEIGHTY, 16, MeshShape(data=4, tensor=2), zero=level, accumulation=1 if level == 3 else 2, remat="block")
+    """Of two microbatches."""
+    return run(WEIGHTY, 16, MeshShape(data=4, tensor=2), zero=level, accumulation=2, remat="block")
 
 
 def traffic() -> None:
