@@ -91,10 +91,10 @@ def distinct(tree: Any) -> Any:
     return jax.tree.map(lambda x: lax.platform_dependent(x, cpu=chosen, default=lax.optimization_barrier) if x.size else x, tree)
 
 
-def anew(x: jax.Array, turn: jax.Array | None) -> jax.Array:
-    """The same values, which XLA takes for others in each `turn` of a loop: what is sent of them is sent in each. On CPUs alone, whose
-    compiler would send it once before the loop; that for GPUs does not."""
-    return x if turn is None else lax.platform_dependent(x, turn, cpu=_chosen, default=lambda x, _: x)
+def anew(x: jax.Array, turn: jax.Array) -> jax.Array:
+    """The same values, which XLA takes for others in each `turn` of a loop: what is sent of them is sent in each. On CPUs alone, where it
+    may cost a copy: their compiler would send it once before the loop; that for GPUs does not."""
+    return lax.platform_dependent(x, turn, cpu=_chosen, default=lambda x, _: x)
 
 
 def _chosen(x: jax.Array, number: jax.Array) -> jax.Array:

@@ -64,23 +64,23 @@ def places(specs: Tree, table: rules.Rules, level: int, sequence_parallel: bool)
     return map_leaves(place, specs)
 
 
-def gather(shards: Tree, places: Tree, dtype: Any, turn: jax.Array | None = None) -> Tree:
+def gather(shards: Tree, places: Tree, dtype: Any) -> Tree:
     """Home -> whole in `dtype`, marked varying wherever the gradient will be a partial sum: W[.., D_replicas] -> W[.., D].
 
-    Sends (n-1)/n of each split weight in `dtype`, in a loop in each `turn`. Its inverse for gradients is `scatter`.
+    Sends (n-1)/n of each split weight in `dtype`. Its inverse for gradients is `scatter`.
     """
-    return jax.tree.map(lambda w, place: _gather(w, place.split, place, dtype, turn), shards, places)
+    return jax.tree.map(lambda w, place: _gather(w, place.split, place, dtype), shards, places)
 
 
-def gather_layer(shards: Tree, places: Tree, dtype: Any, turn: jax.Array | None = None) -> Tree:
+def gather_layer(shards: Tree, places: Tree, dtype: Any) -> Tree:
     """`gather` of one layer's slices, cast one layer at a time: the other layers take no memory in `dtype`."""
-    return jax.tree.map(lambda w, place: _gather(w, place.layer_split, place, dtype, turn), shards, places)
+    return jax.tree.map(lambda w, place: _gather(w, place.layer_split, place, dtype), shards, places)
 
 
-def _gather(w: jax.Array, split: rules.Placement | None, place: Place, dtype: Any, turn: jax.Array | None) -> jax.Array:
+def _gather(w: jax.Array, split: rules.Placement | None, place: Place, dtype: Any) -> jax.Array:
     w = w.astype(dtype)
     if split is not None:
-        w = collectives.all_gather(collectives.anew(w, turn), split[1], split[0])
+        w = collectives.all_gather(w, split[1], split[0])
     return collectives.vary(w, place.partial)
 
 

@@ -89,20 +89,21 @@ class Gradients:
         tokens = collectives.all_reduce((batch["labels"] >= 0).sum(dtype=jnp.int32), REPLICA)
         scale = 1 / jnp.maximum(tokens, 1).astype(master)
         key = jax.random.fold_in(jax.random.key(train.seed, impl="threefry2x32"), step)  # others depend on how a mask is cut
-        microbatch = partial(self.microbatch, weights, held.get("layers", {}), scale, key)
+        microbatch = partial(self.microbatch, held.get("layers", {}), scale, key)
 
         if train.accumulation == 1:
-            sums, grads = microbatch(None, jax.tree.map(lambda a: a[0], batch))
+            sums, grads = microbatch(weights, None, jax.tree.map(lambda a: a[0], batch))
         else:
-            first = jax.eval_shape(lambda b: microbatch(None, jax.tree.map(lambda a: a[0], b)), batch)
+            first = jax.eval_shape(lambda b: microbatch(weights, None, jax.tree.map(lambda a: a[0], b)), batch)
             start = jax.tree.map(lambda t: collectives.zeros(t, collectives.varying_of(t)), first)
 
-            def add(carry: Any, batch: dict[str, jax.Array]) -> tuple[Any, None]:
-                sums, grads = carry
-                more, grads = microbatch(grads, batch)
+            def add(carry: Any, each: tuple[jax.Array, dict[str, jax.Array]]) -> tuple[Any, None]:
+                (sums, grads), (turn, batch) = carry, each
+                shards = jax.tree.map(lambda w: collectives.anew(w, turn), weights) if train.zero == 3 else weights
+                more, grads = microbatch(shards, grads, batch)
                 return (jax.tree.map(jnp.add, sums, more), grads), None
 
-            (sums, grads), _ = lax.scan(add, start, batch | {"turn": jnp.arange(train.accumulation, dtype=jnp.int32)})
+            (sums, grads), _ = lax.scan(add, start, (jnp.arange(train.accumulation, dtype=jnp.int32), batch))
 
         if train.zero == 1:
             grads = zero.scatter(grads, places, reduction)
@@ -111,10 +112,10 @@ class Gradients:
         return {**self.functions.summary(sums), "tokens": tokens, "grad_norm": zero.norm(grads)}, grads
 
     def microbatch(
-        self, weights: Tree, held: Tree, scale: jax.Array, key: jax.Array, grads: Tree | None, batch: dict[str, jax.Array]
+        self, held: Tree, scale: jax.Array, key: jax.Array, weights: Tree, grads: Tree | None, batch: dict[str, jax.Array]
     ) -> tuple[Metrics, Tree]:
         """Forward and backward of one microbatch: this device's sums of losses, and its gradients added to `grads`. `held` is the state of
-        the layers; where there are several, `batch` has its number as `turn`.
+        the layers.
 
         Forward and backward are composed by hand rather than by `jax.grad`, because the layers' gradients go straight into the float32
         buffer that the microbatches share; a cotangent would have the dtype of the weights and be added afterwards.
@@ -124,10 +125,10 @@ class Gradients:
         columns = self.columns(weights, batch["ids"])
         if train.zero == 3:
             cast = {"embedding": jax.tree.map(lambda w: w.astype(train.compute_dtype), outer.pop("embedding"))} if columns else {}
-            outer = cast | zero.gather(outer, {name: self.places[name] for name in outer}, train.compute_dtype, batch.get("turn"))
+            outer = cast | zero.gather(outer, {name: self.places[name] for name in outer}, train.compute_dtype)
         table = {"embedding": outer["embedding"]}
         head = outer if self.config.model.tied else {name: part for name, part in outer.items() if name != "embedding"}
-        stack: Any = self.stack(batch.get("turn"))
+        stack: Any = self.stack()
         context = self.context(key, batch, held)
 
         x, embed_backward = jax.vjp(lambda p: self.functions.embed(p, batch["ids"], context, columns), table)
@@ -188,18 +189,17 @@ class Gradients:
         shards = self.mesh.shape[TENSOR] if self.config.train.sequence_parallel else 1
         return split[1] if ids_BS.size <= rows * shards else ()
 
-    def stack(self, turn: jax.Array | None = None) -> LayerStack | Chain:
-        """The layers with this run's remat policy, interleaving and ZeRO; a chain where dense ones come first. `turn`: in a loop over
-        microbatches."""
+    def stack(self) -> LayerStack | Chain:
+        """The layers with this run's remat policy, interleaving and ZeRO; a chain where dense ones come first."""
         places, found = self.trained(self.places)["layers"], pattern.segments(self.config.model)
-        return linked({each.name: self.stack_of(each, places if len(found) == 1 else places[each.name], turn) for each in found})
+        return linked({each.name: self.stack_of(each, places if len(found) == 1 else places[each.name]) for each in found})
 
-    def stack_of(self, segment: pattern.Segment, places: Tree, turn: jax.Array | None) -> LayerStack:
+    def stack_of(self, segment: pattern.Segment, places: Tree) -> LayerStack:
         """One stack, whose parameters lie in `places`."""
         train = self.config.train
         gather: Callable[[Tree], Tree] | None = None
         if train.zero == 3:
-            gather = lambda shards: zero.gather_layer(shards, {name: places[name] for name in shards}, train.compute_dtype, turn)  # noqa: E731
+            gather = lambda shards: zero.gather_layer(shards, {name: places[name] for name in shards}, train.compute_dtype)  # noqa: E731
         reduce: Callable[[Tree], Tree] | None = None
         if train.zero >= 2:
             reduce = lambda grads: zero.scatter_layer(grads, places, train.reduce_dtype)  # noqa: E731
