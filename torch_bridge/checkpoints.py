@@ -105,15 +105,7 @@ def read_checkpoint(folder: str | Path, step: int | None = None) -> Saved:
     folder = Path(folder)
     raw = _configuration_beside(folder)
     with SavedCheckpoints(folder) as saved:
-        chosen = saved.latest() if step is None else step
-        if chosen is None:
-            raise ValueError(f"{folder}: no complete checkpoint; name the folder that holds the step folders")
-        record = saved.record(chosen)
-        try:
-            config = configfile.from_dict(record["config"])
-        except ValueError as error:
-            raise ValueError(f"{folder}: step {chosen} has a configuration of another version: {error}") from None
-        leaves = record["leaves"]
+        chosen, config, leaves = saved.run(step)
         padded = max(leaves.get("params/embedding/table", [[0]])[0][0], config.model.vocabulary)
         place = NamedSharding(make_mesh(MeshShape(), jax.devices()[:1]), PartitionSpec())
 

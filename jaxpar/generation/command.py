@@ -21,7 +21,6 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxpar import configfile
 from jaxpar.config import Config, MeshShape
 from jaxpar.config.checks import require
 from jaxpar.generation.build import build_generator
@@ -67,17 +66,10 @@ def load(checkpoint: str | Path, mesh: MeshShape, step: int | None = None) -> tu
     devices = jax.devices()
     require(mesh.devices <= len(devices), f"mesh: {mesh.devices} devices are asked for and there are {len(devices)}; use fewer")
     with SavedCheckpoints(checkpoint) as saved:
-        latest = saved.latest() if step is None else step
-        if latest is None:
-            raise ValueError(f"checkpoint.folder: {checkpoint} has no complete checkpoint: name the folder that holds the step folders")
-        record = saved.record(latest)
-        try:
-            config = configfile.from_dict(record["config"])
-        except ValueError as error:
-            raise ValueError(f"checkpoint.folder: step {latest} in {checkpoint} has a configuration of another version: {error}") from None
+        chosen, config, leaves = saved.run(step)
         tokenizer = load_tokenizer(Path(checkpoint) / "tokenizer.json")
         placed = make_mesh(mesh, devices[: mesh.devices])
-        params = saved.restore_params(latest, _saved_types(config, placed, record["leaves"]))
+        params = saved.restore_params(chosen, _saved_types(config, placed, leaves))
     return build_generator(config, placed, params), tokenizer
 
 

@@ -28,7 +28,8 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from jaxpar import __version__
+from jaxpar import __version__, configfile
+from jaxpar.config import Config
 from jaxpar.train.failed_save import FailedSave, one_line
 
 PyTree = Any
@@ -135,6 +136,22 @@ class SavedCheckpoints:
     def config(self, step: int) -> dict[str, Any]:
         """The resolved configuration that `step` was saved with."""
         return self.record(step)["config"]
+
+    def run(self, step: int | None = None) -> tuple[int, Config, dict[str, Any]]:
+        """(step, the run that wrote it, its leaves {name: [shape, dtype]}), of the latest step unless `step` says which.
+
+        Raises ValueError where there is no such step, and for a configuration that this version does not read.
+        """
+        chosen = self.latest() if step is None else step
+        if chosen is None:
+            raise ValueError(f"checkpoint.folder: {self.folder} has no complete checkpoint: name the folder that holds the step folders")
+        record = self.record(chosen)
+        try:
+            return chosen, configfile.from_dict(record["config"]), record["leaves"]
+        except (ValueError, KeyError) as error:
+            raise ValueError(
+                f"checkpoint.folder: step {chosen} in {self.folder} has a configuration of another version ({error}): choose another folder"
+            ) from None
 
     def record(self, step: int) -> dict[str, Any]:
         """The JSON of `step`: version, step, data {step, seed}, config, leaves {name: [shape, dtype]}."""

@@ -129,14 +129,7 @@ def _check_resumable(checkpoints: Checkpoints, step: int, resolved: dict[str, An
 
     A field that did not exist when the checkpoint was written takes its default, which is what the run did then.
     """
-    try:
-        saved = configfile.dump(configfile.from_dict(checkpoints.config(step)))
-    except (ValueError, KeyError) as error:
-        raise ValueError(
-            f"checkpoint.folder: step {step} in {checkpoints.folder} has a configuration of another version ({error}): "
-            f"choose another folder"
-        ) from None
-    check_same(saved, resolved, step)
+    check_same(configfile.dump(checkpoints.run(step)[1]), resolved, step)
     check_tokenizer(checkpoints.folder, tokenizer)
     if step > 0:
         check_data(checkpoints.folder, tokens)

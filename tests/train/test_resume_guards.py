@@ -86,7 +86,8 @@ def test_a_checkpoint_from_before_a_field_existed_has_its_default(tmp_path, monk
     assert loop.train(config, devices, until=1) == 0
     saved = configfile.dump(config)
     del saved["data"]["documents"]
-    monkeypatch.setattr(Checkpoints, "config", lambda self, step: saved)
+    record = Checkpoints.record
+    monkeypatch.setattr(Checkpoints, "record", lambda self, step: {**record(self, step), "config": saved})
 
     joined = dataclasses.replace(config, data=dataclasses.replace(config.data, documents="joined"))
     with pytest.raises(ValueError, match=r"data\.documents: the checkpoint was written with isolated"):
